@@ -1,0 +1,46 @@
+# make demo   sample a tiny model through a real ComfyUI (found, or cloned into .demo/)
+# make test   lint, unit tests, tests against the real ComfyUI where there is one
+#
+# PYTHON    the Python to start from (3.10 or newer; the pinned test packages need 3.11)
+# VENV      the test environment that is made
+# PIP_ARGS  added to every pip install
+# COMFYUI_PATH, COMFYUI_PYTHON, COMFYUI_REPO   which ComfyUI; see workflows/comfy_local.py
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+export PIP_ARGS
+
+PY := $(VENV)/bin/python
+# Made once the requirements are installed; an interrupted install leaves none.
+STAMP := $(VENV)/.requirements-installed
+
+.PHONY: help demo test lint clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+demo:
+	$(PYTHON) workflows/demo.py
+
+test: lint
+	@echo "== unit tests"
+	$(PY) -m pytest tests/unit
+	@echo "== tests against the real ComfyUI"
+	$(PY) -m pytest -rs tests/comfy
+
+lint: $(STAMP)
+	@echo "== lint"
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+$(STAMP): tests/requirements.txt
+	@echo "== test environment in $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install $(PIP_ARGS) -r tests/requirements.txt
+	@touch $@
+
+# By their own names and never $(VENV), which may be an environment that is not ours to remove.
+clean:
+	rm -rf .venv .demo build .pytest_cache .ruff_cache ./*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

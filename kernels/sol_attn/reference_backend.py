@@ -1,0 +1,70 @@
+"""The specification as a backend: any device, correct, not fast."""
+
+import torch
+
+from .config import SolAttnCall, SolAttnConfig, TokenLayout, resolve_kv_splits
+from .emulation import sol_attention_fp8_emulation
+from .reference import sol_attention_reference
+
+
+def sol_attention_fwd_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    config: SolAttnConfig,
+    layout: TokenLayout,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out (B, T, H, D), lse (B, H, T) FP32, exact blocks per query block (B, H, NT) int32).
+
+    "bf16" computes in the input's dtype through FP32 and does not split; "fp8" emulates the FP8
+    kernels.
+    """
+    arguments = {
+        "tau": config.tau,
+        "estimator": config.estimator,
+        "routing": config.routing,
+        "scale": scale,
+        "sink_kv": layout.sink_kv,
+        "dense_q": layout.dense_q,
+    }
+    if config.precision == "fp8":
+        result = sol_attention_fp8_emulation(
+            q,
+            k,
+            v,
+            k_smoothing=config.k_smoothing,
+            v_smoothing=config.v_smoothing,
+            v_bias_correction=config.corrects_v_bias,
+            exp_mode=config.exp_mode,
+            probability_scale=config.probability_scale,
+            kv_splits=resolve_kv_splits(config.kv_splits, q.shape[1], "fp8"),
+            **arguments,
+        )
+    else:
+        result = sol_attention_reference(q, k, v, **arguments)
+    return result.out, result.lse, result.exact_mask.sum(-1, dtype=torch.int32)
+
+
+def unsupported_option(call: SolAttnCall) -> str | None:
+    """Options of the FP8 path that the emulation does not have."""
+    config = call.config
+    if config.block_skip is not None:
+        return "block_skip is not in the reference"
+    if config.precision != "fp8":
+        return None
+    if config.qk_dtype != "e4m3":
+        return f"qk_dtype {config.qk_dtype!r} is not in the emulation, which has e4m3"
+    if config.k_smoothing == "block":
+        return "k_smoothing 'block' is not in the emulation, which has none and mean"
+    if config.exp_mode == "mixed":
+        return "exp_mode 'mixed' is not in the emulation, which has exp2 and expcast"
+    return None
+
+
+def slower_than_dense(call: SolAttnCall) -> str | None:
+    """Hold the reference back from "auto" wherever a fast dense kernel exists."""
+    if call.device.type == "cpu":
+        return None
+    return f"slower than dense attention on {call.device.describe()}, runs there only when named"

@@ -1,0 +1,1 @@
+"""How requests of nodes become patches on a cloned ComfyUI model."""

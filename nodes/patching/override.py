@@ -1,0 +1,130 @@
+"""The attention override of one sampler run, and how it gets on the run's options and off again.
+
+ComfyUI has one slot for an override. Ours is put there for the run only, over whatever stands in
+it, so that node order does not matter and nothing is left behind.
+"""
+
+from contextlib import contextmanager
+
+import torch
+
+from .plan import KEY
+
+OVERRIDE = "optimized_attention_override"
+CROSS_ATTENTION = "cross-attention"
+OUTSIDE = "outside the patched model"
+
+
+@contextmanager
+def installed(run, model_options: dict):
+    """Context in which the override (and the block index) of ``run`` is on ``model_options``."""
+    options = model_options.setdefault("transformer_options", {})
+    saved = {key: options[key] for key in (OVERRIDE, "patches_replace") if key in options}
+    override = make_override(run, options.get(OVERRIDE))
+    options[OVERRIDE] = override
+    if run.needs_block_index:
+        options["patches_replace"] = _with_block_index(
+            options.get("patches_replace", {}), run.adapter.num_blocks
+        )
+    try:
+        yield
+    finally:
+        if options.get(OVERRIDE) is not override:
+            run.record.notes.append(
+                "the attention override was replaced during the run by "
+                f"{_name(options.get(OVERRIDE))}"
+            )
+        for key in (OVERRIDE, "patches_replace"):
+            if key in saved:
+                options[key] = saved[key]
+            else:
+                options.pop(key, None)
+
+
+def _name(function) -> str:
+    module = getattr(function, "__module__", None)
+    return f"{module}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def make_override(run, previous):
+    """The attention override of one run, chained over ``previous``.
+
+    A plain function: ComfyUI deep-copies callable objects, and calls an attribute
+    ``container_function`` instead of the override if it has one.
+    """
+
+    def override(
+        func,
+        q,
+        k,
+        v,
+        heads,
+        mask=None,
+        attn_precision=None,
+        skip_reshape=False,
+        skip_output_reshape=False,
+        **kwargs,
+    ):
+        def decline():
+            arguments = {
+                "mask": mask,
+                "attn_precision": attn_precision,
+                "skip_reshape": skip_reshape,
+                "skip_output_reshape": skip_output_reshape,
+                **kwargs,
+            }
+            if previous is not None:
+                return previous(func, q, k, v, heads, **arguments)
+            return func(q, k, v, heads, **arguments)
+
+        options = kwargs.get("transformer_options") or {}
+        info = options.get(KEY)
+        if info is None or info.run is not run:
+            run.record.other(OUTSIDE)
+            return decline()
+        if k.shape != q.shape or v.shape != q.shape:
+            run.record.other(CROSS_ATTENTION)
+            return decline()
+        layer = info.block if run.needs_block_index else options.get("block_index")
+        if layer is not None and layer == info.last_block and not run.adapter.unsupported:
+            # A block's self-attention comes first: a second call of equal length is its text.
+            run.record.other(CROSS_ATTENTION)
+            return decline()
+        info.last_block = layer
+
+        tokens = q.shape[2] if skip_reshape else q.shape[1]
+        head_dim = q.shape[3] if skip_reshape else q.shape[2] // heads
+        reason = run.why_dense(info, layer, tokens, head_dim, mask, kwargs)
+        if reason is None:
+            if skip_reshape:  # (B, H, T, D)
+                bthd = [x.transpose(1, 2) for x in (q, k, v)]
+            else:  # (B, T, H * D)
+                bthd = [x.unflatten(2, (heads, head_dim)) for x in (q, k, v)]
+            out, reason = run.compute(info, layer, *bthd, kwargs.get("scale"))
+            if out is not None:
+                return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
+        run.record.dense(reason, info.step, layer)
+        return decline()
+
+    # Decisions here depend on step and block; traced, they would recompile for each of them.
+    return torch.compiler.disable(override)
+
+
+def _with_block_index(patches_replace: dict, num_blocks: int) -> dict:
+    """A copy of ``patches_replace`` whose Wan blocks note their index, over what is there."""
+
+    def noting(index: int, existing):
+        def patch(args, extra):
+            info = args.get("transformer_options", {}).get(KEY)
+            if info is not None:
+                info.block = index
+            if existing is not None:
+                return existing(args, extra)
+            return extra["original_block"](args)
+
+        return patch
+
+    dit = dict(patches_replace.get("dit", {}))
+    for index in range(num_blocks):
+        dit["double_block", index] = noting(index, dit.get(("double_block", index)))
+    return {**patches_replace, "dit": dit}

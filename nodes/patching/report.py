@@ -1,0 +1,135 @@
+"""A run's record for people: text, JSON and a picture."""
+
+import json
+
+import torch
+
+from .record import SCHEMA_VERSION, summary_line
+
+NOTHING = (
+    "Hopper-Sol: nothing to report. This model has no Sol Attention node that is switched on, so "
+    "every attention call went to ComfyUI's own attention."
+)
+NO_RUN = "Hopper-Sol: this model has not been sampled yet; connect the sampler's latent."
+
+_CELL = 12  # pixels of a map cell
+_MARGIN = (56, 40)  # left, top
+_UNSEEN = (90, 90, 90)
+
+
+def runs_to_report(runs: list[dict], prompt_id: str | None) -> tuple[list[dict], bool]:
+    """Runs of the prompt that is executing; else those of the last prompt that had any.
+
+    Returns the runs and whether they belong to an earlier prompt (its sampler was cached).
+    """
+    if not runs:
+        return [], False
+    own = [run for run in runs if prompt_id is not None and run["prompt_id"] == prompt_id]
+    if own or prompt_id is None:
+        return own or runs[-1:], False
+    last = runs[-1]["prompt_id"]
+    return [run for run in runs if run["prompt_id"] == last], True
+
+
+def report_json(runs: list[dict], earlier: bool, versions: dict) -> dict:
+    """The report as data; ``schema_version`` grows when a field changes its meaning."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "pack": "hopper-sol",
+        "versions": versions,
+        "from_earlier_prompt": earlier,
+        "runs": runs,
+    }
+
+
+def report_text(report: dict) -> str:
+    """The report for a person, one paragraph a run."""
+    lines = []
+    if report["from_earlier_prompt"]:
+        lines.append(
+            "The sampler did not run in this prompt (ComfyUI reused its output); earlier run:"
+        )
+    for number, run in enumerate(report["runs"], 1):
+        head = f"Run {number} of {len(report['runs'])}: " if len(report["runs"]) > 1 else ""
+        lines.append(head + summary_line(run))
+        lines.append(f"  model     {run['model']}")
+        lines.append(f"  plan      {run['plan']}")
+        settings = run["settings"]
+        lines.append(
+            f"  settings  tau {settings['tau']:g}, {settings['estimator']} estimator, precision "
+            f"{settings['precision']}, smoothing {settings['smoothing']}, "
+            f"token order {settings['token_order']}"
+        )
+        for reason, count in run["dense_calls"].items():
+            lines.append(f"  dense     {count} calls: {reason}")
+        for kind, count in run["other_calls"].items():
+            lines.append(f"  passed on {count} calls: {kind}")
+        for dtype, count in run["cast_from"].items():
+            lines.append(f"  cast      {count} calls from {dtype} to bfloat16")
+        for name, reason in run["declined_backends"].items():
+            lines.append(f"  backend   {name} declined: {reason}")
+        for place in run["nonfinite"][:5]:
+            lines.append(
+                f"  WARNING   non-finite output in {place['calls']} calls at step "
+                f"{place['step'] + 1}, layer {place['layer']}"
+            )
+        if len(run["nonfinite"]) > 5:
+            lines.append(f"  WARNING   and at {len(run['nonfinite']) - 5} further places")
+        lines += [f"  note      {note}" for note in run["notes"]]
+        if run["error"]:
+            lines.append(f"  error     {run['error']}")
+    return "\n".join(lines)
+
+
+def report_picture(report: dict) -> torch.Tensor:
+    """(N, H, W, 3) in 0 .. 1: a density map per run, steps down, layers across.
+
+    Bright is exact, dark is summarised, grey was not called. Runs of different size are padded.
+    """
+    pictures = [_map_picture(run) for run in report["runs"]] or [torch.zeros(64, 64, 3)]
+    height = max(p.shape[0] for p in pictures)
+    width = max(p.shape[1] for p in pictures)
+    out = torch.zeros(len(pictures), height, width, 3)
+    for index, picture in enumerate(pictures):
+        out[index, : picture.shape[0], : picture.shape[1]] = picture
+    return out
+
+
+def _map_picture(run: dict) -> torch.Tensor:
+    from PIL import Image, ImageDraw
+
+    rows, columns = len(run["map"]), len(run["map"][0])
+    left, top = _MARGIN
+    width = max(left + columns * _CELL + 16, 420)
+    image = Image.new("RGB", (width, top + rows * _CELL + 28), (24, 24, 28))
+    draw = ImageDraw.Draw(image)
+    density = "dense" if run["density"] is None else f"mean density {run['density']:.1%}"
+    draw.text((8, 4), f"{run['model']}: {density}", fill=(230, 230, 230))
+    draw.text((8, 20), "step / layer ->   bright: exact   dark: summarised", fill=(160, 160, 160))
+    for step, row in enumerate(run["map"]):
+        y = top + step * _CELL
+        if step % 5 == 0 or rows <= 10:
+            draw.text((8, y), str(step + 1), fill=(160, 160, 160))
+        for layer, value in enumerate(row):
+            x = left + layer * _CELL
+            draw.rectangle((x, y, x + _CELL - 2, y + _CELL - 2), fill=_colour(value))
+    for layer in range(0, columns, 5):
+        draw.text((left + layer * _CELL, top + rows * _CELL + 4), str(layer), fill=(160, 160, 160))
+    data = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return data.view(image.height, image.width, 3).float() / 255
+
+
+def _colour(density: float | None) -> tuple[int, int, int]:
+    """Dark blue at 0, through magenta, to light yellow at 1."""
+    if density is None:
+        return _UNSEEN
+    stops = ((20, 20, 90), (150, 40, 120), (235, 110, 70), (252, 240, 170))
+    position = min(max(density, 0.0), 1.0) * (len(stops) - 1)
+    low = min(int(position), len(stops) - 2)
+    part = position - low
+    return tuple(round(a + (b - a) * part) for a, b in zip(stops[low], stops[low + 1], strict=True))
+
+
+def report_dump(report: dict) -> str:
+    """The report as one JSON line."""
+    return json.dumps(report, separators=(",", ":"))

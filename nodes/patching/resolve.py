@@ -1,0 +1,85 @@
+"""A request with every "auto" filled in from the model family, checked against the model."""
+
+from dataclasses import dataclass, replace
+
+from ...kernels import SolAttnConfig
+from ..models import ModelAdapter
+from .layers import parse_layers
+from .plan import SolAttentionRequest
+
+# The article's words -> (k_smoothing, v_smoothing)
+SMOOTHING = {
+    "none": ("none", "none"),
+    "k": ("mean", "none"),
+    "kv": ("mean", "mean"),
+    "block": ("block", "none"),
+}
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What Sol Attention does on one model, before a run is known.
+
+    Attributes:
+        request: the node's inputs with their "auto" filled in, layer texts as given.
+        sparse: settings of a layer outside fp8_layers; fp8: inside.
+        dense_layers, fp8_layers: block indices.
+        notes: options that have nothing to act on here, in words.
+    """
+
+    request: SolAttentionRequest
+    sparse: SolAttnConfig
+    fp8: SolAttnConfig
+    dense_layers: frozenset[int]
+    fp8_layers: frozenset[int]
+    notes: tuple[str, ...] = ()
+
+    def config(self, layer: int | None) -> SolAttnConfig:
+        """Settings for the attention of block ``layer``."""
+        return self.fp8 if layer in self.fp8_layers else self.sparse
+
+
+def resolve(request: SolAttentionRequest, adapter: ModelAdapter) -> AttentionSettings:
+    """Fill in and check; raises ValueError or TypeError naming the input."""
+    if request.start_percent > request.end_percent:
+        raise ValueError(
+            f"start_percent: got {request.start_percent:g}, need at most end_percent "
+            f"{request.end_percent:g}"
+        )
+    request = replace(
+        request,
+        estimator=_auto(request.estimator, adapter.default_estimator),
+        smoothing=_auto(request.smoothing, adapter.default_smoothing),
+        token_order=_auto(request.token_order, adapter.default_token_order),
+        dense_layers=_auto(request.dense_layers, adapter.default_dense_layers),
+        fp8_layers=_auto(request.fp8_layers, adapter.default_fp8_layers()),
+    )
+    k_smoothing, v_smoothing = SMOOTHING[request.smoothing]
+    splits = request.kv_splits
+    config = SolAttnConfig(
+        tau=request.tau,
+        estimator=request.estimator,
+        precision="bf16",
+        k_smoothing=k_smoothing,
+        v_smoothing=v_smoothing,
+        v_bias_correction=request.v_bias_correction and v_smoothing == "mean",
+        kv_splits=splits if splits == "auto" else int(splits),
+    )
+    fp8 = {"auto": None, "fp8": "fp8", "bf16": "bf16"}[request.precision]
+    notes = []
+    if not adapter.prefix_words and request.sinks not in ("auto", "off"):
+        notes.append(
+            f"sinks {request.sinks}: {adapter.family} has no conditioning tokens in its sequence"
+        )
+    return AttentionSettings(
+        request=request,
+        sparse=config,
+        fp8=replace(config, precision=fp8),
+        dense_layers=parse_layers("dense_layers", request.dense_layers, adapter.num_blocks),
+        fp8_layers=parse_layers("fp8_layers", request.fp8_layers, adapter.num_blocks),
+        notes=tuple(notes),
+    )
+
+
+def _auto(value: str, default: str) -> str:
+    return default if value.strip().lower() == "auto" else value

@@ -1,0 +1,342 @@
+"""One Sol Attention node's state, and one sampler run of it.
+
+Three places meet in a run:
+
+* OUTER_SAMPLE installs the attention override (and, where ComfyUI does not publish it, the block
+  index) on the run's own options and takes both away again, whatever happens.
+* ON_PREPARE_STATE learns the sigma once per evaluation; APPLY_MODEL puts what holds for one
+  forward (step, token grid, why it is dense) into the options that travel with it.
+* The override (``override.py``) asks this run per call.
+"""
+
+import logging
+import os
+import threading
+import traceback
+from collections import deque
+from dataclasses import asdict, dataclass
+
+import torch
+
+from ...kernels import (
+    BackendUnavailable,
+    SolAttnCall,
+    SolAttnStats,
+    TokenLayout,
+    choose_backend,
+    device_facts,
+    inverse,
+    morton_order,
+    sol_attention,
+    span_order,
+)
+from ..models import ModelAdapter
+from .layers import describe_layers
+from .override import installed
+from .plan import KEY
+from .record import RunRecorder, outliving, summary_line
+from .resolve import AttentionSettings
+from .steps import StepPolicy
+
+log = logging.getLogger("hopper_sol")
+KEPT_RUNS = 8
+DENSE_LAYER = "dense layer"
+
+
+@dataclass
+class ForwardInfo:
+    """What holds for one forward of the diffusion model; travels in transformer_options.
+
+    block is the running block where ComfyUI does not publish it; last_block the one whose
+    self-attention came by last, which tells an equally long cross-attention apart.
+    """
+
+    run: "SolAttentionRun"
+    step: int
+    layout: TokenLayout
+    tokens: int
+    why_dense: str | None
+    block: int | None = None
+    last_block: int | None = None
+
+    def __deepcopy__(self, memo):
+        # Some packs deep-copy transformer_options; a copy would count into nowhere.
+        return self
+
+
+class SolAttentionRuntime:
+    """Settings and run records behind one Sol Attention node; shared by every clone of its model."""
+
+    def __init__(self, settings: AttentionSettings, adapter: ModelAdapter):
+        self.settings = settings
+        self.adapter = adapter
+        self.runs: deque[dict] = deque(maxlen=KEPT_RUNS)
+        self._active: list[SolAttentionRun] = []
+
+    def __deepcopy__(self, memo):
+        # ComfyUI of 2025 deep-copies model options; a copy would split the records.
+        return self
+
+    def outer_sample(self, executor, *args, **kwargs):
+        """OUTER_SAMPLE wrapper: one sampler run."""
+        guider = executor.class_obj
+        noise = kwargs.get("noise", args[0] if args else None)
+        sigmas = kwargs.get("sigmas", args[3] if len(args) > 3 else None)
+        run = SolAttentionRun(self, guider, noise, sigmas)
+        status, error = "failed", None
+        self._active.append(run)
+        try:
+            with installed(run, guider.model_options):
+                result = executor(*args, **kwargs)
+            status = "finished"
+            return result
+        except BaseException as exception:
+            error = f"{type(exception).__name__}: {exception}".strip(": ")
+            if type(exception).__name__ == "InterruptProcessingException":
+                status, error = "interrupted", None
+            raise
+        finally:
+            self._active.remove(run)
+            self.runs.append(run.seal(status, error))
+
+    def prepare_state(self, patcher, timestep, *rest):
+        """ON_PREPARE_STATE callback: the sigma of the coming evaluation, fetched once."""
+        if self._active:
+            self._active[-1].sigma = float(timestep.flatten()[0])
+
+    def apply_model(self, executor, *args, **kwargs):
+        """APPLY_MODEL wrapper: publish what holds for this forward."""
+        options = kwargs.get("transformer_options", args[5] if len(args) > 5 else None)
+        if self._active and options is not None and args:
+            options[KEY] = self._active[-1].begin_forward(args[0])
+        return executor(*args, **kwargs)
+
+
+class SolAttentionRun:
+    """One sampler run."""
+
+    def __init__(self, runtime: SolAttentionRuntime, guider, noise, sigmas):
+        settings, adapter = runtime.settings, runtime.adapter
+        request = settings.request
+        patcher = guider.model_patcher
+        sampling = patcher.get_model_object("model_sampling")
+        self.settings = settings
+        self.adapter = adapter
+        self.patcher = patcher
+        self.device = patcher.load_device
+        self.steps = StepPolicy.resolve(
+            sigmas if sigmas is not None else (),
+            dense_steps=request.dense_steps,
+            dense_last_steps=request.dense_last_steps,
+            sigma_start=float(sampling.percent_to_sigma(request.start_percent)),
+            sigma_end=float(sampling.percent_to_sigma(request.end_percent)),
+        )
+        # Variants we leave alone may not survive a block replacement either (Wan S2V of 2025).
+        self.needs_block_index = not (adapter.publishes_block_index or adapter.unsupported)
+        self.sigma = self.steps.sigmas[0] if self.steps.sigmas else 0.0
+        self._failed: set[str] = set()
+        self._orders: dict = {}
+        self._lock = threading.Lock()
+        prompt_id, node_id = executing()
+        self.record = RunRecorder(
+            num_steps=max(1, self.steps.total),
+            num_blocks=adapter.num_blocks,
+            check_finite=os.environ.get("HOPPER_SOL_CHECK_FINITE", "1") != "0",
+            header={
+                "prompt_id": prompt_id,
+                "node_id": node_id,
+                "model": adapter.name,
+                "plan": self._describe_plan(),
+                "settings": asdict(settings.request),
+            },
+        )
+        self.record.notes += settings.notes
+        self._note_bypasses()
+        self._check_before_sampling(noise)
+        log.info("Sol Attention: %s; %s", adapter.name, self.record.header["plan"])
+
+    # -- before and after ------------------------------------------------------------------------
+
+    def seal(self, status: str, error: str | None) -> dict:
+        """Close the record, log one line, return it."""
+        record = self.record
+        if record.forwards and not record.sparse_calls and not record.dense_calls:
+            record.notes.append(
+                "the attention override was never called; another patch bypasses it"
+            )
+        sealed = record.seal(status, error)
+        if sealed["nonfinite"]:
+            first = sealed["nonfinite"][0]
+            log.warning(
+                "Sol Attention: non-finite attention output, first at step %d layer %d (%d places)",
+                first["step"] + 1, first["layer"], len(sealed["nonfinite"]),
+            )  # fmt: skip
+        log.info("Sol Attention: %s", summary_line(sealed))
+        return sealed
+
+    def _describe_plan(self) -> str:
+        layers = describe_layers(self.settings.dense_layers)
+        return f"{self.steps.describe()}; dense layers {layers}"
+
+    def _note_bypasses(self) -> None:
+        """Name object patches that replace an attention forward: they never reach the override."""
+        patches = getattr(self.patcher, "object_patches", {})
+        names = [key for key in patches if key.endswith(".forward") and "attn" in key]
+        if names:
+            self.record.notes.append(
+                f"{len(names)} attention forwards are replaced by another node "
+                f"(such as {names[0]}) and may bypass Sol Attention"
+            )
+
+    def _check_before_sampling(self, noise) -> None:
+        """With on_decline=error, raise before any GPU work what would decline every call."""
+        if self.settings.request.on_decline != "error" or noise is None or noise.dim() != 5:
+            return
+        t, h, w = self.adapter.grid(tuple(noise.shape))
+        if t * h * w < self.settings.request.min_tokens:
+            return
+        reason = self.adapter.unsupported
+        if reason is None:
+            shape = (1, t * h * w, self.adapter.num_heads, self.adapter.head_dim)
+            dtype = _compute_dtype(self.patcher)
+            reasons = {}
+            for config in {self.settings.config(i) for i in range(self.adapter.num_blocks)}:
+                call = SolAttnCall(shape, dtype, device_facts(self.device), config)
+                try:
+                    choose_backend(call)
+                except BackendUnavailable as unavailable:
+                    reasons.update(unavailable.reasons)
+            reason = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        if reason:
+            raise RuntimeError(
+                f"Sol Attention can't run here: {reason}; set on_decline to 'fallback' to run dense"
+            )
+
+    # -- one forward -----------------------------------------------------------------------------
+
+    def begin_forward(self, latent: torch.Tensor) -> ForwardInfo:
+        """Decide what holds for a whole forward on ``latent`` (B, C, T, H, W)."""
+        step = self.steps.index(self.sigma)
+        if latent.dim() != 5:
+            why = f"the latent has {latent.dim()} dimensions, need 5"
+            return ForwardInfo(self, step, TokenLayout(), 0, why)
+        grid = self.adapter.grid(tuple(latent.shape))
+        tokens = grid[0] * grid[1] * grid[2]
+        self.record.forward(tokens, latent.shape[0])
+        min_tokens = self.settings.request.min_tokens
+        why = self.adapter.unsupported
+        if why is None and tokens < min_tokens:
+            why = f"{tokens} tokens < min_tokens {min_tokens}"
+        why = why or self.steps.why_dense(self.sigma)
+        layout = TokenLayout(video=(0, tokens), grid=grid)
+        return ForwardInfo(self, step, layout, tokens, why)
+
+    def token_order(self, info: ForwardInfo, device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(order, its inverse) on ``device``, or None for raster order. Kept for the run."""
+        kind = self.settings.request.token_order
+        if kind == "none":
+            return None
+        key = (info.layout.grid, info.layout.video, device)
+        with self._lock:
+            if key not in self._orders:
+                curve = morton_order(info.layout.grid, per_frame=kind == "morton_2d")
+                order = span_order(curve, info.layout.video[0], info.tokens)
+                with outliving():
+                    self._orders[key] = (order.to(device), inverse(order).to(device))
+            return self._orders[key]
+
+    # -- one call --------------------------------------------------------------------------------
+
+    def why_dense(
+        self, info: ForwardInfo, layer: int | None, tokens: int, head_dim: int, mask, kwargs
+    ) -> str | None:
+        """Why a self-attention call is not ours, or None."""
+        if info.why_dense:
+            return info.why_dense
+        if mask is not None:
+            return "attention mask"
+        if tokens != info.tokens:
+            return f"{tokens} tokens, the video has {info.tokens}"
+        if kwargs.get("low_precision_attention") is False:
+            return "the model asks for full precision"
+        if layer is None and (self.settings.dense_layers or self.settings.fp8_layers):
+            return "block index unknown"
+        if layer in self.settings.dense_layers:
+            return DENSE_LAYER
+        if head_dim != 128:
+            return f"head_dim {head_dim}, need 128"
+        return None
+
+    def compute(self, info: ForwardInfo, layer: int | None, q, k, v, scale):
+        """Our attention of (B, T, H, 128) tensors: (output, None) or (None, reason)."""
+        config = self.settings.config(layer)
+        call = SolAttnCall(tuple(q.shape), q.dtype, device_facts(q.device), config, info.layout)
+        try:
+            name, _ = choose_backend(call, exclude=frozenset(self._failed))
+        except BackendUnavailable as unavailable:
+            reasons = "; ".join(f"{n}: {why}" for n, why in unavailable.reasons.items())
+            self.record.declined.update(unavailable.reasons)
+            return None, self._declined(f"no backend ({reasons})")
+        stats = SolAttnStats()
+        try:
+            order = self.token_order(info, q.device)
+            if order is not None:
+                q, k, v = (x.index_select(1, order[0]) for x in (q, k, v))
+            out = sol_attention(
+                q, k, v, config=config, layout=info.layout, scale=scale, backend=name, stats=stats
+            )
+            if order is not None:
+                out = out.index_select(1, order[1])
+        except Exception as error:
+            return None, self._failure(name, error, q.device)
+        self.record.sparse(stats, out, info.step, layer)
+        return out, None
+
+    def _declined(self, reason: str) -> str:
+        if self.settings.request.on_decline == "error":
+            raise RuntimeError(
+                f"Sol Attention declined: {reason}; set on_decline to 'fallback' to run dense"
+            )
+        return reason
+
+    def _failure(self, backend: str, error: Exception, device: torch.device) -> str:
+        """A kernel failed: raise, or switch the backend off for the run and say so once."""
+        if type(error).__name__ == "InterruptProcessingException":
+            raise error
+        if device.type == "cuda":
+            try:
+                torch.cuda.synchronize(device)
+            except Exception as sticky:
+                raise RuntimeError(
+                    f"Sol Attention: backend {backend!r} left the GPU in an error state "
+                    f"({sticky}); every later call would fail: restart ComfyUI"
+                ) from error
+        if self.settings.request.on_decline == "error":
+            raise error
+        with self._lock:
+            first = backend not in self._failed
+            self._failed.add(backend)
+        what = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if first:
+            log.error(
+                "Sol Attention: backend %r failed and is off for the rest of this run; the call "
+                "is computed again by the next attention in the chain\n%s",
+                backend, "".join(traceback.format_exception(error)),
+            )  # fmt: skip
+            self.record.notes.append(f"backend {backend!r} failed and was switched off: {what}")
+        return f"backend {backend!r} failed"
+
+
+def _compute_dtype(patcher) -> torch.dtype:
+    model = patcher.model
+    return getattr(model, "manual_cast_dtype", None) or model.get_dtype()
+
+
+def executing() -> tuple[str | None, str | None]:
+    """(prompt id, node id) that ComfyUI is executing, where it tells."""
+    try:
+        from comfy_execution.utils import get_executing_context
+    except ImportError:
+        return None, None
+    context = get_executing_context()
+    return (None, None) if context is None else (context.prompt_id, context.node_id)

@@ -1,0 +1,85 @@
+"""Which steps of a sampler run are dense.
+
+A step is a place in the schedule, never a count of model calls: samplers such as heun call the
+model twice a step and some evaluate between two sigmas.
+"""
+
+import math
+from dataclasses import dataclass
+
+DENSE_STEP = "dense step"
+DENSE_LAST_STEP = "dense last step"
+OUTSIDE_WINDOW = "outside start/end percent"
+
+
+def automatic_dense_steps(total: int) -> int:
+    """20 % of the steps, rounded up, at least 1: 4 -> 1, 8 -> 2, 20 -> 4, 50 -> 10."""
+    return max(1, -(-total // 5))
+
+
+@dataclass(frozen=True)
+class StepPolicy:
+    """Dense steps of one sampler run.
+
+    Attributes:
+        sigmas: schedule of this run, one more than its steps, from high to low.
+        dense_first, dense_last: steps at both ends that stay dense.
+        sigma_start, sigma_end: sparse only while sigma_end <= sigma <= sigma_start.
+    """
+
+    sigmas: tuple[float, ...]
+    dense_first: int
+    dense_last: int
+    sigma_start: float = math.inf
+    sigma_end: float = 0.0
+
+    @classmethod
+    def resolve(
+        cls,
+        sigmas,
+        *,
+        dense_steps: int,
+        dense_last_steps: int,
+        sigma_start: float,
+        sigma_end: float,
+    ) -> "StepPolicy":
+        """Policy for a schedule; ``dense_steps`` -1 means automatic."""
+        sigmas = tuple(float(s) for s in sigmas)
+        total = max(0, len(sigmas) - 1)
+        first = automatic_dense_steps(total) if dense_steps < 0 else dense_steps
+        return cls(sigmas, min(first, total), min(dense_last_steps, total), sigma_start, sigma_end)
+
+    @property
+    def total(self) -> int:
+        """Steps of this run."""
+        return max(0, len(self.sigmas) - 1)
+
+    def index(self, sigma: float) -> int:
+        """0-based step that ``sigma`` belongs to: the last one that starts at or above it."""
+        started = sum(1 for start in self.sigmas[:-1] if start >= sigma - 1e-6)
+        return min(max(started - 1, 0), max(self.total - 1, 0))
+
+    def why_dense(self, sigma: float) -> str | None:
+        """Why an evaluation at ``sigma`` stays dense, or None."""
+        step = self.index(sigma)
+        if step < self.dense_first:
+            return DENSE_STEP
+        if step >= self.total - self.dense_last:
+            return DENSE_LAST_STEP
+        if not self.sigma_end <= sigma <= self.sigma_start:
+            return OUTSIDE_WINDOW
+        return None
+
+    def describe(self) -> str:
+        """What will run, in words, counting steps from 1: "steps 1-2 dense, 3-8 sparse"."""
+        if self.total == 0:
+            return "no steps"
+        parts: list[list] = []
+        for step, sigma in enumerate(self.sigmas[:-1]):
+            kind = "dense" if self.why_dense(sigma) else "sparse"
+            if parts and parts[-1][0] == kind:
+                parts[-1][2] = step + 1
+            else:
+                parts.append([kind, step + 1, step + 1])
+        spans = [f"{a if a == b else f'{a}-{b}'} {kind}" for kind, a, b in parts]
+        return ("step " if self.total == 1 else "steps ") + ", ".join(spans)
