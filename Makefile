@@ -18,7 +18,7 @@ STAMP := $(VENV)/.requirements-installed
 .PHONY: help demo test lint clean
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
 
 demo:
 	$(PYTHON) workflows/demo.py

@@ -6,7 +6,7 @@ so that a missing compiler costs nothing until somebody asks for it.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import BackendUnavailable, UnknownBackend
@@ -31,7 +31,7 @@ class Backend:
 
     name: str
     load: Callable[[], Callable[..., Any]]
-    requirements: Requirements = Requirements()
+    requirements: Requirements = field(default_factory=Requirements)
     rules: tuple[Rule, ...] = ()
     auto_rules: tuple[Rule, ...] = ()
     defaults: tuple[tuple[str, Any], ...] = ()

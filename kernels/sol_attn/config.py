@@ -78,6 +78,10 @@ class SolAttnConfig:
         _check_number("probability_scale", self.probability_scale, 1.0, 256.0)
         if self.block_skip is not None:
             _check_number("block_skip", self.block_skip, 0.0, 1.0)
+            if self.block_skip in (0.0, 1.0):
+                raise ValueError(
+                    f"block_skip: got {self.block_skip!r}, need more than 0, less than 1"
+                )
         if self.v_bias_correction and self.v_smoothing != "mean":
             raise ValueError(
                 f"v_bias_correction: got True with v_smoothing {self.v_smoothing!r}, "
@@ -85,6 +89,8 @@ class SolAttnConfig:
             )
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         del settings["tau"]
+        # 256 and 256.0 are equal settings, and must not make two variants.
+        settings["probability_scale"] = float(self.probability_scale)
         object.__setattr__(self, "variant", json.dumps(settings, sort_keys=True))
 
     @property
@@ -140,7 +146,7 @@ class TokenLayout:
         if self.video is not None:
             _check_range("video", self.video)
         if self.grid is not None:
-            if len(self.grid) != 3 or any(n < 1 for n in self.grid):
+            if not _are_ints(self.grid, 3) or any(n < 1 for n in self.grid):
                 raise ValueError(f"grid: got {self.grid}, need three sizes (t, h, w) of at least 1")
             if self.video is not None and math.prod(self.grid) != self.video[1] - self.video[0]:
                 raise ValueError(
@@ -157,8 +163,14 @@ class TokenLayout:
 
 
 def _check_range(name: str, token_range: TokenRange) -> None:
-    if len(token_range) != 2 or not 0 <= token_range[0] < token_range[1]:
+    if not _are_ints(token_range, 2) or not 0 <= token_range[0] < token_range[1]:
         raise ValueError(f"{name}: got {token_range}, need (start, stop) with 0 <= start < stop")
+
+
+def _are_ints(values, count: int) -> bool:
+    if not isinstance(values, (tuple, list)) or len(values) != count:
+        return False
+    return all(isinstance(n, int) and not isinstance(n, bool) for n in values)
 
 
 def num_blocks(tokens: int) -> int:

@@ -179,7 +179,7 @@ def _scaled_logits(q8, k8, q_scale, k_scale, scale: float) -> torch.Tensor:
 
 def _routed(route, q_mean, k_mean, *, tau, estimator, scale, forced) -> torch.Tensor:
     """(B, H, NT, NT) bool: mean route score of a block's real rows strictly above its threshold."""
-    batch, heads, tokens, blocks = route.shape
+    batch, heads, _, blocks = route.shape
     if tau == -math.inf:
         return forced.new_ones(batch, heads, blocks, blocks)
     scores = block_mean(route.transpose(1, 2)).transpose(1, 2)

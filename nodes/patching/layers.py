@@ -61,7 +61,8 @@ def describe_layers(layers: frozenset[int]) -> str:
 
 def _ranges(name: str, text: str) -> list[tuple[int, int]] | None:
     """(first, last) pairs as typed; None for all blocks."""
-    cleaned = text.strip().lower().replace(" ", "")
+    # Space around separators only: "1 2" is a mistake, not block 12.
+    cleaned = re.sub(r"\s*([,-])\s*", r"\1", text.strip().lower())
     if cleaned in ("", "none"):
         return []
     if cleaned == "all":

@@ -124,7 +124,7 @@ class RunRecorder:
             "backend": dict(self.backends),
             "precision": dict(self.precisions),
             "cast_from": dict(self.casts),
-            "declined_backends": self.declined,
+            "declined_backends": dict(self.declined),
             "density": float(density.sum()) / total_calls if total_calls else None,
             "density_by_step": _means(density.sum(1), calls.sum(1)),
             "density_by_layer": _means(density.sum(0), calls.sum(0)),

@@ -160,7 +160,9 @@ class SolAttentionRun:
     def seal(self, status: str, error: str | None) -> dict:
         """Close the record, log one line, return it."""
         record = self.record
-        if record.forwards and not record.sparse_calls and not record.dense_calls:
+        # A run that ended early may not have come as far as its first attention call.
+        unseen = record.forwards and not record.sparse_calls and not record.dense_calls
+        if status == "finished" and unseen:
             record.notes.append(
                 "the attention override was never called; another patch bypasses it"
             )
@@ -196,11 +198,14 @@ class SolAttentionRun:
         if t * h * w < self.settings.request.min_tokens:
             return
         reason = self.adapter.unsupported
+        if reason is None and self.adapter.head_dim != 128:
+            reason = f"head_dim {self.adapter.head_dim}, need 128"
         if reason is None:
             shape = (1, t * h * w, self.adapter.num_heads, self.adapter.head_dim)
             dtype = _compute_dtype(self.patcher)
             reasons = {}
-            for config in {self.settings.config(i) for i in range(self.adapter.num_blocks)}:
+            layers = set(range(self.adapter.num_blocks)) - self.settings.dense_layers
+            for config in {self.settings.config(i) for i in layers}:
                 call = SolAttnCall(shape, dtype, device_facts(self.device), config)
                 try:
                     choose_backend(call)
@@ -279,6 +284,7 @@ class SolAttentionRun:
             return None, self._declined(f"no backend ({reasons})")
         stats = SolAttnStats()
         try:
+            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
             order = self.token_order(info, q.device)
             if order is not None:
                 q, k, v = (x.index_select(1, order[0]) for x in (q, k, v))

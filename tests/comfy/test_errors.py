@@ -1,0 +1,127 @@
+"""What goes wrong says what was found, what is allowed and what to do; nothing is lost."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.comfy
+
+
+@pytest.fixture(scope="session")
+def plain(comfy):
+    return comfy.queue(comfy.graph(report=False, loader="UNETLoader")).latent()
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("absent.safetensors", ["not among", "diffusion_models"]),
+        ("elsewhere/tiny.safetensors", ["not among", "did you mean 'tiny.safetensors'"]),
+        ("../../../etc/passwd", ["not among"]),
+        ("truncated.safetensors", ["not a complete safetensors file", "truncated"]),
+    ],
+)
+def test_bad_file_is_refused_before_it_runs(comfy, file, words):
+    said = comfy.refused(comfy.graph(file=file, report=False))
+    assert all(word in said for word in words), said
+
+
+def test_non_wan_and_quantised_files(comfy):
+    from safetensors.torch import save_file
+
+    models = comfy.base / "models" / "diffusion_models"
+    tiny = {"down.weight": torch.zeros(4, 4)}
+    save_file(tiny, models / "other.safetensors")
+    quantised = {
+        "head.modulation": torch.zeros(1, 2, 256),
+        "patch_embedding.weight": torch.zeros(256, 16, 1, 2, 2),
+        "blocks.0.ffn.0.weight": torch.zeros(512, 256),
+        "blocks.0.self_attn.q.weight": torch.zeros(256, 256, dtype=torch.float8_e4m3fn),
+        "blocks.0.self_attn.q.scale_weight": torch.ones(()),
+        "head.head.weight": torch.zeros(64, 256),
+    }
+    save_file(quantised, models / "quantised.safetensors")
+    said = comfy.refused(comfy.graph(file="other.safetensors", report=False))
+    assert "is not a Wan model" in said and "down.weight" in said
+    said = comfy.refused(comfy.graph(file="quantised.safetensors", report=False))
+    assert "scaled FP8" in said and "Load Diffusion Model" in said
+
+
+def test_fp8_linears_are_not_in_this_version(comfy):
+    graph = comfy.graph(report=False)
+    graph["load"]["inputs"]["linear_precision"] = "fp8"
+    assert "this version has 'default' only" in comfy.refused(graph)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ({"dense_layers": "4"}, ["dense_layers", "this model has 4 blocks", "0 .. 3"]),
+        ({"fp8_layers": "0-9"}, ["fp8_layers", "4 blocks"]),
+        ({"dense_layers": "first"}, ["dense_layers", "can't read 'first'"]),
+        ({"dense_layers": "3-1"}, ["dense_layers", "backwards"]),
+        ({"start_percent": 0.9, "end_percent": 0.1}, ["start_percent", "end_percent"]),
+        ({"tau": 9.0}, ["tau"]),
+        ({"estimator": "median"}, ["estimator"]),
+    ],
+)
+def test_bad_options(comfy, sol, inputs, words):
+    said = comfy.refused(comfy.graph([sol(**inputs)], report=False))
+    assert all(word in said for word in words), said
+
+
+def test_two_sol_nodes_on_one_model(comfy, sol):
+    _, kind, inputs = sol()
+    said = comfy.refused(comfy.graph([sol(), ("again", kind, inputs)], report=False))
+    assert "remove one of the two" in said
+
+
+def test_failing_kernel_falls_back_and_says_so(comfy, sol, plain):
+    kernel = ("kernel", "ProbeKernel", {"mode": "raise", "name": "kernel"})
+    before = comfy.server.log_text().count("always fails")
+    result = comfy.queue(comfy.graph([sol(dense_steps=0), kernel], reads=["kernel"]))
+    run = result.run()
+    assert torch.equal(result.latent(), plain)
+    assert len(result.probe()) == 1  # switched off after the first failure
+    assert run["sparse_calls"] == 0
+    assert run["dense_calls"]["backend 'reference' failed"] == 1
+    assert sum(n for why, n in run["dense_calls"].items() if "switched off" in why) > 0
+    assert any("this kernel always fails" in note for note in run["notes"])
+    log = comfy.server.log_text()
+    assert log.count("always fails") - before <= 3  # one record: message, traceback line, report
+    assert "Traceback" in log
+
+
+def test_failing_kernel_with_error_stops(comfy, sol):
+    kernel = ("kernel", "ProbeKernel", {"mode": "raise", "name": "unread"})
+    said = comfy.refused(comfy.graph([sol(on_decline="error", dense_steps=0), kernel]))
+    assert "this kernel always fails" in said
+
+
+def test_nan_output_is_reported_with_its_place(comfy, sol):
+    kernel = ("kernel", "ProbeKernel", {"mode": "nan", "name": "nan"})
+    result = comfy.queue(comfy.graph([sol(), kernel], cfg=1.0, save=False, reads=["nan"]))
+    run = result.run()
+    assert len(result.probe()) == run["sparse_calls"] > 0
+    assert run["nonfinite"][0] == {"step": 2, "layer": 1, "calls": 1}
+    assert "non-finite output in 1 calls at step 3, layer 1" in result.text()
+
+
+def test_option_without_a_backend_declines_with_a_reason(comfy, sol, plain):
+    options = {
+        "smoothing": "block",
+        "precision": "fp8",
+        "fp8_layers": "all",
+        "dense_layers": "none",
+    }
+    result = comfy.queue(comfy.graph([sol(**options)]))
+    run = result.run()
+    assert run["sparse_calls"] == 0 and torch.equal(result.latent(), plain)
+    assert any("k_smoothing 'block'" in reason for reason in run["dense_calls"])
+    assert "k_smoothing 'block'" in run["declined_backends"]["reference"]
+    said = comfy.refused(comfy.graph([sol(on_decline="error", **options)]))
+    assert "can't run here" in said and "k_smoothing 'block'" in said and "fallback" in said
+
+
+def test_sinks_without_conditioning_tokens_are_noted(comfy, sol):
+    run = comfy.queue(comfy.graph([sol(sinks="kv")], cfg=1.0, save=False)).run()
+    assert any("sinks kv" in note for note in run["notes"]) and run["sparse_calls"] > 0

@@ -1,0 +1,47 @@
+"""The frozen plan that nodes add their requests to."""
+
+import copy
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from hopper_sol.nodes.patching.plan import KEY, AccelerationPlan, SolAttentionRequest, plan_of
+
+
+def test_with_attention_adds_a_request_to_a_new_plan():
+    empty = AccelerationPlan()
+    request = SolAttentionRequest(tau=1.5)
+    plan = empty.with_attention(request)
+    assert plan.attention is request
+    assert empty.attention is None
+
+
+def test_with_attention_second_request_raises():
+    """Even an equal one: two nodes on one model are a mistake, whatever their values."""
+    plan = AccelerationPlan().with_attention(SolAttentionRequest())
+    with pytest.raises(ValueError, match="already went through a Sol Attention node; remove one"):
+        plan.with_attention(SolAttentionRequest())
+
+
+def test_plan_is_frozen():
+    plan = AccelerationPlan(SolAttentionRequest())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.attention = None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.attention.tau = 2.0
+
+
+def test_plan_deepcopy_is_equal():
+    """ComfyUI of 2025 deep-copies model options with every clone."""
+    plan = AccelerationPlan(SolAttentionRequest(tau=2.0))
+    copied = copy.deepcopy({KEY: plan})[KEY]
+    assert copied == plan
+    with pytest.raises(ValueError, match="remove one"):
+        copied.with_attention(SolAttentionRequest())
+
+
+def test_plan_of_reads_model_options():
+    plan = AccelerationPlan(SolAttentionRequest())
+    assert plan_of(SimpleNamespace(model_options={KEY: plan})) is plan
+    assert plan_of(SimpleNamespace(model_options={})) == AccelerationPlan()

@@ -1,0 +1,220 @@
+"""A run's record as text, JSON and picture."""
+
+import json
+
+import pytest
+import torch
+
+from hopper_sol.nodes.patching.report import (
+    report_dump,
+    report_json,
+    report_picture,
+    report_text,
+    runs_to_report,
+)
+
+SETTINGS = {
+    "tau": 1.25,
+    "estimator": "diag",
+    "precision": "fp8",
+    "smoothing": "kv",
+    "token_order": "morton_3d",
+}
+
+
+def run(**changes):
+    """A sealed record with something in every field."""
+    record = {
+        "prompt_id": "p1",
+        "node_id": "3",
+        "model": "Wan t2v (30 blocks, 12 heads)",
+        "plan": "steps 1 dense, 2-3 sparse; dense layers 0",
+        "settings": SETTINGS,
+        "status": "finished",
+        "error": None,
+        "started": "2026-01-01T00:00:00+0000",
+        "seconds": 1.5,
+        "steps": 3,
+        "num_blocks": 2,
+        "forwards": 3,
+        "tokens": 32760,
+        "batch": 1,
+        "self_attention_calls": 6,
+        "sparse_calls": 2,
+        "fp8_calls": 1,
+        "dense_calls": {"dense step": 2, "dense layer": 2},
+        "other_calls": {"cross-attention": 6, "outside the patched model": 1},
+        "backend": {"reference": 2},
+        "precision": {"bf16": 1, "fp8": 1},
+        "cast_from": {"float16": 2},
+        "declined_backends": {"sm90": "needs SM90, this GPU is SM89"},
+        "density": 0.25,
+        "density_by_step": [None, 0.25, 0.25],
+        "density_by_layer": [None, 0.25],
+        "map": [[1.0, 1.0], [1.0, 0.25], [1.0, None]],
+        "nonfinite": [{"step": 1, "layer": 1, "calls": 2}],
+        "notes": ["backend 'triton' failed and was switched off: RuntimeError: boom"],
+    }
+    return {**record, **changes}
+
+
+def report(*runs, earlier=False):
+    return report_json(list(runs), earlier, {"torch": "2.13.0", "comfyui": None})
+
+
+def test_runs_to_report_takes_the_executing_prompt():
+    runs = [run(prompt_id="p1"), run(prompt_id="p2"), run(prompt_id="p1", node_id="7")]
+    assert runs_to_report(runs, "p1") == ([runs[0], runs[2]], False)
+    assert runs_to_report(runs, "p2") == ([runs[1]], False)
+
+
+def test_runs_to_report_cached_sampler_shows_the_last_prompt():
+    runs = [run(prompt_id="p1"), run(prompt_id="p2"), run(prompt_id="p2", node_id="7")]
+    assert runs_to_report(runs, "p3") == ([runs[1], runs[2]], True)
+
+
+def test_runs_to_report_without_prompt_ids_takes_the_last_run():
+    """ComfyUI of 2025 does not tell which prompt is executing."""
+    runs = [run(prompt_id=None), run(prompt_id=None, node_id="7")]
+    assert runs_to_report(runs, None) == ([runs[1]], False)
+
+
+def test_runs_to_report_runs_without_a_prompt_are_not_of_this_one():
+    runs = [run(prompt_id=None)]
+    assert runs_to_report(runs, "p1") == (runs, True)
+
+
+@pytest.mark.parametrize("prompt_id", [None, "p1"])
+def test_runs_to_report_nothing(prompt_id):
+    assert runs_to_report([], prompt_id) == ([], False)
+
+
+def test_report_json_has_a_schema_version():
+    data = report(run())
+    assert data["schema_version"] == 1
+    assert data["pack"] == "hopper-sol"
+    assert data["from_earlier_prompt"] is False
+    assert data["versions"] == {"torch": "2.13.0", "comfyui": None}
+    assert data["runs"] == [run()]
+
+
+def test_report_dump_is_one_line_of_json():
+    data = report(run(), run())
+    text = report_dump(data)
+    assert "\n" not in text
+    assert json.loads(text) == data
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "  model     Wan t2v (30 blocks, 12 heads)",
+        "  plan      steps 1 dense, 2-3 sparse; dense layers 0",
+        "  settings  tau 1.25, diag estimator, precision fp8, smoothing kv, token order morton_3d",
+        "  dense     2 calls: dense step",
+        "  dense     2 calls: dense layer",
+        "  passed on 6 calls: cross-attention",
+        "  passed on 1 calls: outside the patched model",
+        "  cast      2 calls from float16 to bfloat16",
+        "  backend   sm90 declined: needs SM90, this GPU is SM89",
+        "  WARNING   non-finite output in 2 calls at step 2, layer 1",
+        "  note      backend 'triton' failed and was switched off: RuntimeError: boom",
+        "  error     ValueError: too hot",
+    ],
+)
+def test_report_text_has_the_line(line):
+    assert line in report_text(report(run(error="ValueError: too hot"))).split("\n")
+
+
+def test_report_text_starts_with_the_summary():
+    first = report_text(report(run())).split("\n")[0]
+    assert first.startswith("finished: 6 self-attention calls, 2 sparse (1 FP8), 4 dense")
+    assert "density 25.0%" in first
+
+
+def test_report_text_numbers_several_runs():
+    text = report_text(report(run(), run(status="interrupted")))
+    assert "Run 1 of 2: finished:" in text
+    assert "Run 2 of 2: interrupted:" in text
+    assert "Run 1" not in report_text(report(run()))
+
+
+def test_report_text_earlier_run_says_so():
+    text = report_text(report(run(), earlier=True))
+    assert text.startswith("The sampler did not run in this prompt")
+    assert "did not run" not in report_text(report(run()))
+
+
+def test_report_text_keeps_a_flood_of_warnings_short():
+    places = [{"step": s, "layer": 0, "calls": 1} for s in range(9)]
+    text = report_text(report(run(nonfinite=places)))
+    assert text.count("non-finite") == 5
+    assert "and at 4 further places" in text
+    five = report_text(report(run(nonfinite=places[:5])))
+    assert five.count("non-finite") == 5
+    assert "further" not in five
+
+
+def test_report_text_nothing_happened():
+    quiet = run(
+        self_attention_calls=0, sparse_calls=0, fp8_calls=0, dense_calls={}, other_calls={},
+        backend={}, cast_from={}, declined_backends={}, density=None, nonfinite=[], notes=[],
+        tokens=None,
+    )  # fmt: skip
+    lines = report_text(report(quiet)).split("\n")
+    assert len(lines) == 4
+    assert "0 self-attention calls" in lines[0]
+
+
+def cell(picture, step, layer):
+    """Colour at the middle of a map cell, 0 .. 255."""
+    return tuple((picture[40 + 12 * step + 5, 56 + 12 * layer + 5] * 255).round().int().tolist())
+
+
+def test_report_picture_shape_and_range():
+    picture = report_picture(report(run()))
+    assert picture.dtype == torch.float32
+    assert picture.shape == (1, 40 + 3 * 12 + 28, 420, 3)
+    assert picture.min() >= 0 and picture.max() <= 1
+
+
+def test_report_picture_colours():
+    """Bright is exact, dark is summarised, grey was not called."""
+    picture = report_picture(report(run()))[0]
+    assert cell(picture, 0, 0) == cell(picture, 1, 0) == (252, 240, 170)
+    assert cell(picture, 2, 1) == (90, 90, 90)
+    assert sum(cell(picture, 1, 1)) < sum(cell(picture, 0, 0))
+    assert cell(picture, 1, 1) != (90, 90, 90)
+
+
+def test_report_picture_brightness_grows_with_density():
+    densities = [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]
+    picture = report_picture(report(run(map=[densities])))[0]
+    brightness = [sum(cell(picture, 0, layer)) for layer in range(len(densities))]
+    assert brightness == sorted(set(brightness))
+    assert cell(picture, 0, 0) == (20, 20, 90)
+
+
+def test_report_picture_density_out_of_range_is_clamped():
+    """Rounding may push a mean just past 1."""
+    picture = report_picture(report(run(map=[[1.0001, -0.0001]])))[0]
+    assert cell(picture, 0, 0) == (252, 240, 170)
+    assert cell(picture, 0, 1) == (20, 20, 90)
+
+
+def test_report_picture_pads_runs_of_different_size():
+    large = run(map=[[0.5] * 40] * 20)
+    picture = report_picture(report(run(), large))
+    assert picture.shape == (2, 40 + 20 * 12 + 28, 56 + 40 * 12 + 16, 3)
+    assert picture[0, 40 + 3 * 12 + 28 :].abs().max() == 0
+    assert cell(picture[1], 19, 39) == cell(picture[1], 0, 0)
+
+
+def test_report_picture_without_a_run_is_black():
+    picture = report_picture(report())
+    assert picture.shape == (1, 64, 64, 3)
+    assert picture.abs().max() == 0
+
+
+def test_report_picture_all_dense_run():
+    report_picture(report(run(density=None, map=[[1.0, None]])))
