@@ -27,7 +27,7 @@ test: lint
 	@echo "== unit tests"
 	$(PY) -m pytest tests/unit
 	@echo "== tests against the real ComfyUI"
-	$(PY) -m pytest -rs tests/comfy
+	$(PY) -m pytest tests/comfy
 
 lint: $(STAMP)
 	@echo "== lint"

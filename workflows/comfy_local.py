@@ -10,6 +10,7 @@ runs in whatever Python is at hand, while ComfyUI runs in its own.
 """
 
 import contextlib
+import ctypes
 import functools
 import http.client
 import json
@@ -39,6 +40,10 @@ NEEDED_MODULES = ("aiohttp", "torch")
 # that it comes back (a server that is being restarted by hand).
 REFUSED_GRACE_S = 5.0
 LOG_TAIL_CHARS = 4000
+
+# Loaded here and not in the child between fork and exec, where little is allowed.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
 
 
 class ComfyError(RuntimeError):
@@ -527,7 +532,8 @@ class Server(Client):
     """A ComfyUI of our own on a free port of the loopback, as a context manager.
 
     Runs with --cpu where the checkout's torch has no CUDA device, without API nodes, with its
-    database in memory. Its output goes to <base_directory>/server.log.
+    database in memory. Its output goes to <base_directory>/server.log. It is ended on leaving the
+    context, and on Linux also when the thread that entered it dies without leaving it.
 
     Args:
         checkout: one with a `python`.
@@ -644,6 +650,7 @@ class Server(Client):
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_parent if _LIBC else None,
             )
         deadline = time.monotonic() + self._start_timeout
         while not self._is_up():
@@ -732,6 +739,11 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _end_with_parent() -> None:
+    # A parent that is killed cannot stop the server, which would then hold memory for ever.
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _signal_group(process: subprocess.Popen, name: str) -> None:

@@ -5,7 +5,8 @@ because it is part of the contract (README.md, "FP8"):
 
 * Q, K: E4M3, one scale per (batch, head, 64-token block); V: E4M3, one scale per (batch, head,
   channel); mean keys: E4M3, one scale per 64 of them; mean values: E4M3 in units of V's scale,
-  taken from the already rounded V so that exact and summary blocks agree.
+  taken from the already rounded V so that exact and summary blocks agree. A scale is amax times
+  FP32(1 / 448), a code E4M3(x times FP32(1 / scale)).
 * Route scores come from the rounded Q and mean keys, thresholds from the unrounded ones.
 * A summary carries log2(L_j) in its logit and in the running maximum, so no probability leaves
   the range of E4M3.
@@ -159,14 +160,24 @@ def _quantize_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = _padded(x)
     batch, rows, heads, dim = x.shape
     tiles = x.view(batch, rows // BLOCK_SIZE, BLOCK_SIZE, heads, dim)
-    scale = tiles.abs().amax((2, 4)).clamp(min=AMAX_FLOOR) / E4M3_MAX  # (B, N, H)
-    return _to_e4m3(tiles / scale[:, :, None, :, None]).view_as(x), scale
+    scale = _scale(tiles.abs().amax((2, 4)))  # (B, N, H)
+    return _to_e4m3(tiles * (1.0 / scale)[:, :, None, :, None]).view_as(x), scale
 
 
 def _quantize_channels(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """E4M3 values (B, T, H, D) as FP32 and scales (B, 1, H, D): one per channel over T."""
-    scale = x.abs().amax(1, keepdim=True).clamp(min=AMAX_FLOOR) / E4M3_MAX
-    return _to_e4m3(x / scale), scale
+    scale = _scale(x.abs().amax(1, keepdim=True))
+    return _to_e4m3(x * (1.0 / scale)), scale
+
+
+def _scale(amax: torch.Tensor) -> torch.Tensor:
+    """Scale of values up to ``amax``: amax FP32(1 / 448).
+
+    Products with a constant and with a reciprocal, never quotients: BF16 inputs often land exactly
+    between two E4M3 codes, and a quotient that one device computes through a reciprocal would put
+    them on the other side there.
+    """
+    return amax.clamp(min=AMAX_FLOOR) * (1.0 / E4M3_MAX)
 
 
 def _scaled_logits(q8, k8, q_scale, k_scale, scale: float) -> torch.Tensor:

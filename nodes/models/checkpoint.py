@@ -66,11 +66,13 @@ def inspect_checkpoint(path: str) -> CheckpointFacts:
         with safe_open(path, framework="pt") as file:
             shapes = _Header(file)
             return _inspect(name, shapes, os.path.getsize(path))
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise ValueError(
             f"{name}: not a complete safetensors file ({error}); it may be truncated: "
             "compare its size with the source and download it again"
         ) from error
+    except OSError as error:
+        raise ValueError(f"{name}: can't be read ({error}); check that it is there") from error
 
 
 class _Header:
@@ -110,11 +112,16 @@ def _inspect(name: str, header: _Header, size_bytes: int) -> CheckpointFacts:
     dim = header.shape(prefix + "blocks.0.self_attn.q.weight")[0]
     if dim % HEAD_DIM:
         raise ValueError(f"{name}: got width {dim}, need a multiple of head_dim {HEAD_DIM}")
-    indices = {
-        int(key[len(prefix) :].split(".")[1])
+    if len(header.shape(prefix + "patch_embedding.weight")) != 5:
+        raise ValueError(
+            f"{name}: patch_embedding is not a 3-D convolution; this is not a Wan file"
+        )
+    blocks = {
+        key[len(prefix) :].split(".")[1]
         for key in header.keys
         if key.startswith(prefix + "blocks.")
     }
+    indices = {block for block in blocks if block.isdigit()}
     return CheckpointFacts(
         family="Wan",
         variant=_wan_variant(header, prefix),

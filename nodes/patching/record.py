@@ -85,13 +85,13 @@ class RunRecorder:
                 with outliving():
                     sums = torch.zeros(self.num_steps, self.num_blocks, 3, device=out.device)
                 self._sums[out.device] = sums
-        # In place and on the device: nothing here waits for the GPU or outlives the call.
-        cell = sums[min(step, self.num_steps - 1), layer or 0]
-        cell[0] += stats.exact_blocks.float().mean() / stats.num_kv_blocks
-        cell[1] += 1
-        if self.check_finite:
-            # A NaN or infinity anywhere survives the sum; one read of the output.
-            cell[2] += ~torch.isfinite(out.sum(dtype=torch.float32))
+            # In place and on the device: nothing here waits for the GPU or outlives the call.
+            cell = sums[min(step, self.num_steps - 1), layer or 0]
+            cell[0] += stats.exact_blocks.float().mean() / stats.num_kv_blocks
+            cell[1] += 1
+            if self.check_finite:
+                # A NaN or infinity anywhere survives the sum; one read of the output.
+                cell[2] += ~torch.isfinite(out.sum(dtype=torch.float32))
 
     def seal(self, status: str, error: str | None = None) -> dict:
         """The finished record as plain JSON-able data."""

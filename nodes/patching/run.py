@@ -164,7 +164,7 @@ class SolAttentionRun:
         unseen = record.forwards and not record.sparse_calls and not record.dense_calls
         if status == "finished" and unseen:
             record.notes.append(
-                "the attention override was never called; another patch bypasses it"
+                "no self-attention call reached the override; another patch bypasses it"
             )
         sealed = record.seal(status, error)
         if sealed["nonfinite"]:
@@ -264,7 +264,7 @@ class SolAttentionRun:
             return f"{tokens} tokens, the video has {info.tokens}"
         if kwargs.get("low_precision_attention") is False:
             return "the model asks for full precision"
-        if layer is None and (self.settings.dense_layers or self.settings.fp8_layers):
+        if layer is None:
             return "block index unknown"
         if layer in self.settings.dense_layers:
             return DENSE_LAYER

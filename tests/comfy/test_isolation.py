@@ -140,7 +140,7 @@ def test_a_bypass_is_named(comfy, sol):
     ).run()
     assert run["self_attention_calls"] == 0
     notes = " ".join(run["notes"])
-    assert "never called" in notes and "self_attn.forward" in notes
+    assert "no self-attention call reached" in notes and "self_attn.forward" in notes
 
 
 def test_cached_sampler_shows_the_earlier_run(comfy, sol, node):

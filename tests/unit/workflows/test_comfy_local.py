@@ -727,6 +727,34 @@ def test_server_stop_ends_its_children(comfy_local, fake_checkout, tmp_path):
     assert _gone(child_pid)
 
 
+KILLED_PARENT = """
+import importlib.util, sys, time
+from pathlib import Path
+
+script, checkout, base = map(Path, sys.argv[1:])
+spec = importlib.util.spec_from_file_location("comfy_local", script)
+comfy_local = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(comfy_local)
+comfy_local.has_cuda = lambda python: False
+checkout = comfy_local.Checkout(checkout, Path(sys.executable), "0.33.0")
+with comfy_local.Server(checkout, base) as server:
+    print(server._process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_server_ends_with_a_killed_parent(comfy_local, fake_checkout, tmp_path):
+    arguments = [comfy_local.__file__, fake_checkout().path, tmp_path / "base"]
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED_PARENT, *arguments], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        server_pid = int(parent.stdout.readline())
+        assert _is_running(server_pid)
+        parent.kill()
+    assert _gone(server_pid)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_server_death_is_seen(comfy_local, fake_checkout, tmp_path):
     with comfy_local.Server(fake_checkout(), tmp_path / "base") as server:

@@ -71,7 +71,7 @@ def test_parse_layers_out_of_range_names_the_block_count(text, edge):
     assert "this model has 4 blocks: use 0 .. 3 or -4 .. -1" in message
 
 
-@pytest.mark.parametrize("text", ["3-1", "-1-0", "0,-1--3"])
+@pytest.mark.parametrize("text", ["3-1", "2-1", "-1-0", "0,-1--3"])
 def test_parse_layers_backwards_says_so(text):
     with pytest.raises(ValueError, match=r"dense_layers: .*runs backwards .*of 30\)"):
         parse_layers("dense_layers", text, 30)

@@ -298,13 +298,13 @@ def test_override_equal_length_cross_attention_is_told_apart(make_sampler, qkv):
     assert len(sampler.func.calls) == 4
 
 
-def test_override_without_a_block_index_is_sparse_where_no_layer_is_special(
-    make_sampler, qkv, kernel
-):
+def test_override_without_a_block_index_is_dense(make_sampler, qkv, kernel):
+    """Whatever the layer texts say: such a call may be anything, a text refiner's too."""
     sampler = make_sampler(dense_layers="none", fp8_layers="none")
     args, kwargs = arrange(*qkv(TOKENS), "wan")
     sampler.once(lambda o: sampler.attend(*args, **kwargs, transformer_options=o), block=None)
-    assert len(kernel.calls) == 1
+    assert len(kernel.calls) == 0
+    assert sampler.report["dense_calls"] == {"block index unknown": 1}
 
 
 # -- shapes and memory layouts -----------------------------------------------------------------
@@ -589,6 +589,17 @@ def test_installed_block_index_returns_what_the_block_returns(make_sampler, make
     sampler = make_sampler(adapter=make_adapter(publishes_block_index=False))
     result = {"img": object()}
     assert sampler.once(lambda options: result) is result
+
+
+def test_installed_block_index_leaves_the_block_to_an_existing_replacement(
+    make_sampler, make_adapter
+):
+    """What stood there decides what the block is, and whether the original runs at all."""
+    result = {"img": object()}
+    dit = {("double_block", 1): lambda args, extra: result}
+    options = {"transformer_options": {"patches_replace": {"dit": dit}}}
+    sampler = make_sampler(options=options, adapter=make_adapter(publishes_block_index=False))
+    assert sampler.once(lambda options: pytest.fail("the original block ran")) is result
 
 
 def test_installed_block_index_outside_a_forward_changes_nothing(make_sampler, make_adapter):

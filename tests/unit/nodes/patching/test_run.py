@@ -127,12 +127,27 @@ def test_run_min_tokens_is_inclusive(min_tokens, sparse, make_sampler):
 
 
 def test_run_unsupported_model_stays_dense(make_sampler, make_adapter, kernel):
-    """Equal-length calls of a variant may be anything: none of them is called cross-attention."""
     adapter = make_adapter(unsupported="Fake variant X is not supported yet")
     sampler = make_sampler(adapter=adapter)
     sampler.run(lambda: sampler.forward(0.5))
     assert kernel.calls == []
     assert sampler.report["dense_calls"] == {"Fake variant X is not supported yet": 4}
+
+
+def test_run_unsupported_model_calls_nothing_cross_attention_by_order(
+    make_sampler, make_adapter, qkv
+):
+    """A second call of equal length in one block may be anything at all in a variant."""
+    sampler = make_sampler(adapter=make_adapter(unsupported="not yet"))
+    q = qkv(TOKENS)[0].flatten(2)
+
+    def inside(options):
+        for _ in range(2):
+            sampler.attend(q, q, q, heads=2, transformer_options=options)
+
+    sampler.once(inside)
+    assert sampler.report["dense_calls"] == {"not yet": 2}
+    assert sampler.report["other_calls"] == {}
 
 
 def test_run_unsupported_model_without_a_block_index(make_sampler, make_adapter):
@@ -460,7 +475,7 @@ def test_run_notes_an_override_that_was_never_called(make_sampler):
     sampler = make_sampler()
     sampler.run(lambda: sampler.forward(0.5, lambda options: None))
     (note,) = sampler.report["notes"]
-    assert "never called" in note and "bypasses" in note
+    assert "no self-attention call reached" in note and "bypasses" in note
 
 
 def test_run_notes_self_attention_that_never_came_by(make_sampler, qkv):
@@ -547,6 +562,20 @@ def test_failure_switches_the_backend_off_for_the_run(make_sampler, qkv, monkeyp
         "backend 'reference' failed": 1,
     }
     assert report["declined_backends"] == {"reference": "switched off after it failed"}
+
+
+def test_failure_in_two_threads_at_once_is_reported_once(make_sampler, logs):
+    """Both may have chosen the backend before either of them failed."""
+    sampler = make_sampler()
+
+    def body():
+        run = sampler.runtime._active[-1]
+        for _ in range(2):
+            reason = run._failure("sm90", RuntimeError("x"), torch.device("cpu"))
+            assert reason == "backend 'sm90' failed"
+
+    sampler.run(body)
+    assert len(logs(logging.ERROR)) == len(sampler.report["notes"]) == 1
 
 
 def test_failure_half_way_keeps_what_was_sparse(make_sampler, monkeypatch):

@@ -1,0 +1,231 @@
+"""What ships for the browser: scripts, help pages, and workflows in UI format."""
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WEB = ROOT / "web"
+SCRIPTS = sorted([*WEB.rglob("*.js"), *WEB.rglob("*.mjs")])
+WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
+
+IMAGES = {".png", ".jpg", ".svg", ".webp"}
+THUMBNAIL_BYTES = 60 * 1024
+# Nodes of ComfyUI 0.3.64 and of 0.33.0 that shipped workflows use.
+CORE_NODES = {
+    "CreateVideo",
+    "EmptyHunyuanLatentVideo",
+    "KSampler",
+    "ModelSamplingSD3",
+    "SaveImage",
+    "SaveVideo",
+}
+NOTES = {"Note", "MarkdownNote"}  # of the frontend alone; in no prompt
+# The frontend puts a control_after_generate widget behind an integer of one of these names.
+SEEDS = {"seed", "noise_seed"}
+SOCKETS = {"Conditioning", "Image", "Latent", "Model"}
+
+
+@dataclass
+class Schema:
+    """Ids of a node's inputs, in order, as its source says."""
+
+    node_id: str
+    sockets: list[str]
+    widgets: list[str]
+    outputs: list[str]
+
+
+def _keywords(call):
+    return {keyword.arg: keyword.value for keyword in call.keywords}
+
+
+def _schema(call):
+    """The Schema of a ``schema(node_id=..., inputs=[...])`` call."""
+    found = Schema(ast.literal_eval(_keywords(call)["node_id"]), [], [], [])
+    for item in _keywords(call)["inputs"].elts:
+        texts = [a.value for a in item.args if isinstance(a, ast.Constant)]
+        name = _keywords(item)["id"].value if "id" in _keywords(item) else texts[0]
+        kind = ast.unparse(item.func).split(".")  # io.Model.Input, or a helper that makes a widget
+        (found.sockets if kind[0] == "io" and kind[1] in SOCKETS else found.widgets).append(name)
+    for item in _keywords(call)["outputs"].elts:
+        found.outputs.append(ast.literal_eval(_keywords(item)["display_name"]))
+    return found
+
+
+def _schemas():
+    found = {}
+    for path in sorted((ROOT / "nodes").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and "node_id" in _keywords(node):
+                schema = _schema(node)
+                found[schema.node_id] = schema
+    return found
+
+
+SCHEMAS = _schemas()
+
+
+def test_schemas_are_read_from_the_source():
+    assert len(SCHEMAS) >= 5
+    assert SCHEMAS["HopperSolRunReport"] == Schema(
+        "HopperSolRunReport", ["latent", "model"], [], ["latent", "text", "density", "json"]
+    )
+    assert SCHEMAS["HopperSolAttention"].widgets[:3] == ["enabled", "preset", "tau"]
+
+
+# ---- scripts
+
+
+def test_one_script_is_loaded_by_comfyui():
+    # Every *.js below web/ runs in every user's browser.
+    assert [path.relative_to(WEB).as_posix() for path in WEB.rglob("*.js")] == ["hopper_sol.js"]
+
+
+def test_only_known_kinds_of_files_are_served():
+    allowed = {".js", ".mjs", ".md"} | IMAGES
+    assert [path for path in WEB.rglob("*") if path.is_file() and path.suffix not in allowed] == []
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_load_nothing_from_elsewhere(path):
+    text = path.read_text(encoding="ascii")
+    sources = re.findall(r"""(?:from|import)\s*\(?\s*["']([^"']+)["']""", text)
+    outside = [source for source in sources if not source.startswith("./")]
+    assert outside in ([], ["../../scripts/app.js"])
+    assert "://" not in text
+
+
+def test_helpers_pass_their_node_tests():
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    tests = sorted(str(path) for path in (ROOT / "tests" / "browser").glob("*.test.mjs"))
+    assert tests
+    done = subprocess.run([node, "--test", *tests], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- help pages
+
+
+def test_every_help_page_belongs_to_a_node():
+    assert {path.stem for path in (WEB / "docs").glob("*.md")} == set(SCHEMAS)
+
+
+def _listed(page, heading):
+    """The names that the list under a heading explains."""
+    section = re.search(rf"^## {heading}$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    return re.findall(r"^- `(\w+)`", section[1], re.MULTILINE)
+
+
+@pytest.mark.parametrize("node_id", SCHEMAS)
+def test_help_page_explains_every_input_and_output(node_id):
+    page = (WEB / "docs" / f"{node_id}.md").read_text(encoding="ascii")
+    schema = SCHEMAS[node_id]
+    assert page.startswith("# ")
+    assert _listed(page, "Inputs") == [*schema.sockets, *schema.widgets]
+    assert _listed(page, "Outputs") == schema.outputs
+
+
+# ---- workflows
+
+
+def _slots(node):
+    """(names of sockets, names of widgets) of a node in a workflow."""
+    sockets = [slot["name"] for slot in node["inputs"] if "widget" not in slot]
+    return sockets, [slot["name"] for slot in node["inputs"] if "widget" in slot]
+
+
+def _to_prompt(workflow):
+    """The API-format prompt of a UI-format workflow, by position as the frontend reads it."""
+    origins = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
+    prompt = {}
+    for node in workflow["nodes"]:
+        if node["type"] in NOTES:
+            continue
+        values = list(node["widgets_values"])
+        inputs = {}
+        for slot in node["inputs"]:
+            if "widget" in slot:
+                inputs[slot["name"]] = values.pop(0)
+                if slot["name"] in SEEDS:
+                    assert values.pop(0) == "fixed"
+            if slot["link"] is not None:
+                inputs[slot["name"]] = origins[slot["link"]]
+        assert values == [], node["type"]
+        prompt[str(node["id"])] = {
+            "class_type": node["type"],
+            "inputs": inputs,
+            "_meta": {"title": node["title"]},
+        }
+    return prompt
+
+
+@pytest.fixture(params=WORKFLOWS, ids=lambda path: path.stem)
+def workflow_path(request):
+    return request.param
+
+
+@pytest.fixture
+def workflow(workflow_path):
+    return json.loads(workflow_path.read_text(encoding="ascii"))
+
+
+def test_there_is_a_workflow():
+    assert WORKFLOWS
+
+
+def test_workflow_has_a_thumbnail(workflow_path):
+    data = workflow_path.with_suffix(".jpg").read_bytes()
+    assert data.startswith(b"\xff\xd8\xff")
+    assert len(data) <= THUMBNAIL_BYTES
+
+
+def test_workflow_uses_core_nodes_and_ours_only(workflow):
+    for node in workflow["nodes"]:
+        ours = node["type"] in SCHEMAS
+        assert ours or node["type"] in CORE_NODES | NOTES
+        assert node["properties"]["cnr_id"] == ("hopper-sol" if ours else "comfy-core")
+        assert re.fullmatch(r"\d+\.\d+\.\d+", node["properties"]["ver"])
+
+
+def test_workflow_links_are_consistent(workflow):
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    assert len(nodes) == len(workflow["nodes"])
+    assert workflow["last_node_id"] == max(nodes)
+    links = {link[0]: link for link in workflow["links"]}
+    assert len(links) == len(workflow["links"])
+    assert workflow["last_link_id"] == max(links)
+    for number, origin, origin_slot, target, target_slot, kind in links.values():
+        output = nodes[origin]["outputs"][origin_slot]
+        slot = nodes[target]["inputs"][target_slot]
+        assert number in output["links"]
+        assert slot["link"] == number
+        assert output["type"] == slot["type"] == kind
+    ends = [slot["link"] for node in nodes.values() for slot in node["inputs"]]
+    starts = [n for node in nodes.values() for slot in node["outputs"] for n in slot["links"] or []]
+    assert sorted(link for link in ends if link is not None) == sorted(links)
+    assert sorted(starts) == sorted(links)
+
+
+def test_widget_values_of_our_nodes_fit_their_schemas(workflow):
+    for node in workflow["nodes"]:
+        schema = SCHEMAS.get(node["type"])
+        if schema is None:
+            continue
+        assert _slots(node) == (schema.sockets, schema.widgets)
+        seeds = [name for name in schema.widgets if name in SEEDS]
+        assert len(node["widgets_values"]) == len(schema.widgets) + len(seeds)
+        assert [slot["name"] for slot in node["outputs"]] == schema.outputs
+
+
+def test_workflow_equals_its_api_twin(workflow_path, workflow):
+    twin = workflow_path.parent / "api" / workflow_path.name
+    assert _to_prompt(workflow) == json.loads(twin.read_text(encoding="utf-8"))
