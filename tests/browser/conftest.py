@@ -25,8 +25,11 @@ CHROMIUM_FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-# A new user is shown a dialog over the graph.
-SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.UseNewMenu": "Top"}
+SETTINGS = {
+    "Comfy.TutorialCompleted": True,  # a new user is shown a dialog over the graph
+    "Comfy.UseNewMenu": "Top",
+    "Comfy.VueNodes.Enabled": False,
+}
 
 
 def _load_comfy_local():

@@ -28,7 +28,10 @@ def _load_script(name):
 comfy_local = _load_script("comfy_local")
 tiny_wan = _load_script("tiny_wan")
 
-_found = comfy_local.find_comfyui()
+try:
+    _found = comfy_local.find_comfyui()
+except comfy_local.CheckoutError as error:
+    pytest.exit(str(error), returncode=2)
 CHECKOUTS = [checkout for checkout in _found if checkout.python is not None]
 
 
@@ -36,6 +39,13 @@ def _why_none() -> str:
     if not _found:
         return "no ComfyUI found (COMFYUI_PATH, enclosing custom_nodes, ~/comfy/ComfyUI*)"
     return "; ".join(str(checkout) for checkout in _found)
+
+
+def pytest_report_header():
+    """One line on what these tests run against."""
+    if CHECKOUTS:
+        return "ComfyUI: " + "; ".join(str(checkout) for checkout in CHECKOUTS)
+    return f"ComfyUI: real-server tests are skipped: {_why_none()}"
 
 
 def pytest_generate_tests(metafunc):
@@ -200,5 +210,7 @@ def comfy(checkout, tmp_path_factory):
     tiny_wan.write_checkpoint(models / "sub" / "prefixed.safetensors", prefixed)
     whole = (models / "tiny.safetensors").read_bytes()
     (models / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])
-    with comfy_local.Server(checkout, base) as server:
+    # The tiny model has nothing for two threads to share; on a busy machine they only wait for
+    # each other.
+    with comfy_local.Server(checkout, base, env={"OMP_NUM_THREADS": "1"}) as server:
         yield Comfy(server, base, checkout)

@@ -53,12 +53,12 @@ def probabilities(exponent, exp_mode):
 def quantized(x, dims=None):
     """E4M3 codes and the scale of one tensor as a whole, or of each slice along ``dims``.
 
-    In FP32, as in the kernels: 3 / 64 of the maximum is exactly between two codes (21 / 448), so
-    that the precision of this division decides about elements that are not rare at all.
+    In FP32 and by products, as the contract says: 3 / 64 of the maximum is exactly between two codes
+    (21 / 448), so that one rounding more or less here decides about elements that are not rare.
     """
     x = x.float()
-    scale = x.abs().amax(dims).clamp(min=1e-6) / 448
-    return e4m3((x / scale).double()), scale.double()
+    scale = x.abs().amax(dims).clamp(min=1e-6) * torch.tensor(1 / 448)
+    return e4m3((x * (1 / scale)).double()), scale.double()
 
 
 def streaming(
@@ -341,8 +341,21 @@ def test_fp8_emulation_routing_options(make_qkv):
         for name in ("diag", "exact")
     )
     assert not torch.equal(diag, exact)
-    k_only_scale = sol_attention_fp8_emulation(q, k, v, scale=SCALE)
-    assert torch.equal(k_only_scale.out, sol_attention_fp8_emulation(q, k, v).out)
+
+
+@pytest.mark.parametrize("k_smoothing", ["none", "mean"])
+def test_fp8_emulation_scale_is_a_factor_of_q(make_qkv, k_smoothing):
+    q, k, v = make_qkv(500, heads=2, dtype=BF16, spread=0.3)
+    options = {"k_smoothing": k_smoothing, "estimator": "exact"}
+    default = sol_attention_fp8_emulation(q, k, v, **options)
+    explicit = sol_attention_fp8_emulation(q, k, v, scale=SCALE, **options)
+    # A power of two passes through every rounding unchanged.
+    double_scale = sol_attention_fp8_emulation(q, k, v, scale=2 * SCALE, **options)
+    double_q = sol_attention_fp8_emulation(2 * q, k, v, **options)
+    for got, want in ((explicit, default), (double_scale, double_q)):
+        assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+        assert torch.equal(got.exact_mask, want.exact_mask)
+    assert not torch.equal(double_scale.out, default.out)
 
 
 def test_fp8_emulation_needs_a_score_strictly_above():

@@ -38,6 +38,13 @@ def flat_arguments(q, k, v, *, config=CONFIG, layout=LAYOUT, backend="reference"
     return q, k, v, 0.1, float(config.tau), config.variant, sink_kv, dense_q, backend
 
 
+def layouts(*qkv):
+    """The same values packed, as views of a fused projection, and with heads before tokens."""
+    fused = torch.cat(qkv, -1).split(128, -1)
+    heads_first = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv)
+    return qkv, fused, heads_first
+
+
 # --- Values
 
 
@@ -108,11 +115,12 @@ def test_sol_attention_short(make_qkv, tokens):
 
 
 def test_sol_attention_takes_strided_views(make_qkv):
-    fused = torch.cat(make_qkv(200, batch=2, heads=2, spread=0.3), -1)
-    views = fused.split(128, -1)
-    got = sol_attention(*views, config=CONFIG)
-    assert torch.equal(got, sol_attention(*(x.contiguous() for x in views), config=CONFIG))
-    assert got.is_contiguous()
+    packed, *views = layouts(*make_qkv(200, batch=2, heads=2, spread=0.3))
+    want = sol_attention(*packed, config=CONFIG)
+    for inputs in views:
+        assert not any(x.is_contiguous() for x in inputs)
+        got = sol_attention(*inputs, config=CONFIG)
+        assert torch.equal(got, want) and got.is_contiguous()
 
 
 def test_sol_attention_leaves_its_inputs_alone(make_qkv):
@@ -363,9 +371,8 @@ def test_sol_attention_compiled_still_raises(make_qkv):
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_custom_op_passes_opcheck(make_qkv, precision):
     q, k, v = make_qkv(300, heads=2, dtype=BF16, spread=0.3)
-    fused = torch.cat((q, k, v), -1).split(128, -1)
     config = SolAttnConfig(precision=precision)
-    for inputs in ((q, k, v), fused):
+    for inputs in layouts(q, k, v):
         result = torch.library.opcheck(
             torch.ops.hopper_sol.sol_attention, flat_arguments(*inputs, config=config)
         )
@@ -373,9 +380,7 @@ def test_custom_op_passes_opcheck(make_qkv, precision):
 
 
 def test_custom_op_fake_shapes(make_qkv):
-    real = make_qkv(333, batch=2, heads=3, dtype=torch.float16)
-    strided = torch.cat(real, -1).split(128, -1)
-    for inputs in (real, strided):
+    for inputs in layouts(*make_qkv(333, batch=2, heads=3, dtype=torch.float16)):
         want = torch.ops.hopper_sol.sol_attention(*flat_arguments(*inputs))
         with FakeTensorMode() as mode:
             fakes = [mode.from_tensor(x) for x in inputs]

@@ -543,13 +543,16 @@ def test_sol_attention_reference_heads_and_batches_are_independent(make_qkv, rou
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tokens", [65, 300])
-def test_sol_attention_reference_fused_qkv_view_is_bit_equal(make_qkv, tokens, dtype):
-    fused = torch.cat(make_qkv(tokens, batch=2, heads=2, dim=32, dtype=dtype, spread=0.5), -1)
-    views = fused.split(32, -1)
+@pytest.mark.parametrize("view", ["fused-qkv", "heads-first"])
+def test_sol_attention_reference_strided_is_bit_equal(make_qkv, view, tokens, dtype):
+    packed = make_qkv(tokens, batch=2, heads=2, dim=32, dtype=dtype, spread=0.5)
+    if view == "fused-qkv":
+        views = torch.cat(packed, -1).split(32, -1)
+    else:
+        views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in packed]
     assert not any(x.is_contiguous() for x in views)
     strided = sol_attention_reference(*views)
-    packed = sol_attention_reference(*(x.contiguous() for x in views))
-    for got, want in zip(strided, packed, strict=True):
+    for got, want in zip(strided, sol_attention_reference(*packed), strict=True):
         assert torch.equal(got, want)
     assert strided.out.is_contiguous()
 

@@ -34,12 +34,13 @@ def call(device=CPU, **settings):
     ids=["default", "tau", "exact", "no-routing", "fp8-only"],
 )
 def test_fwd_reference_bf16_is_the_specification(make_qkv, settings, options):
-    q, k, v = make_qkv(300, heads=2, spread=0.3)
+    q, k, v = make_qkv(700, heads=2, spread=0.3)
     config = SolAttnConfig(precision="bf16", **settings)
     got = sol_attention_fwd_reference(q, k, v, config=config, layout=LAYOUT, scale=0.1)
-    want = sol_attention_reference(
-        q, k, v, scale=0.1, sink_kv=LAYOUT.sink_kv, dense_q=LAYOUT.dense_q, **options
-    )
+    common = {"scale": 0.1, "sink_kv": LAYOUT.sink_kv, "dense_q": LAYOUT.dense_q}
+    want = sol_attention_reference(q, k, v, **common, **options)
+    if options not in ({}, {"tau": 1.0}):  # the option has something to do on this input
+        assert not torch.equal(want.out, sol_attention_reference(q, k, v, **common).out)
     assert torch.equal(got[0], want.out) and torch.equal(got[1], want.lse)
     assert got[2].dtype == torch.int32
     assert torch.equal(got[2], want.exact_mask.sum(-1).int())
@@ -49,7 +50,8 @@ def test_fwd_reference_bf16_is_the_specification(make_qkv, settings, options):
     ("settings", "options"),
     [
         ({}, {}),
-        ({"tau": 0.3, "estimator": "exact"}, {"tau": 0.3, "estimator": "exact"}),
+        ({"tau": 0.3}, {"tau": 0.3}),
+        ({"estimator": "exact"}, {"estimator": "exact"}),
         ({"routing": False}, {"routing": False}),
         ({"k_smoothing": "mean"}, {"k_smoothing": "mean"}),
         ({"v_smoothing": "mean"}, {"v_smoothing": "mean", "v_bias_correction": True}),
@@ -57,15 +59,16 @@ def test_fwd_reference_bf16_is_the_specification(make_qkv, settings, options):
         ({"exp_mode": "expcast"}, {"exp_mode": "expcast"}),
         ({"probability_scale": 1.0}, {"probability_scale": 1.0}),
     ],
-    ids=["default", "routing", "dense", "k", "v", "v-uncorrected", "expcast", "scale1"],
+    ids=["default", "tau", "exact", "dense", "k", "v", "v-uncorrected", "expcast", "scale1"],
 )
 def test_fwd_reference_fp8_is_the_emulation(make_qkv, settings, options):
-    q, k, v = make_qkv(300, heads=2, spread=0.3)
+    q, k, v = make_qkv(700, heads=2, spread=0.3)
     config = SolAttnConfig(precision="fp8", **settings)
     got = sol_attention_fwd_reference(q, k, v, config=config, layout=LAYOUT, scale=0.1)
-    want = sol_attention_fp8_emulation(
-        q, k, v, scale=0.1, sink_kv=LAYOUT.sink_kv, dense_q=LAYOUT.dense_q, **options
-    )
+    common = {"scale": 0.1, "sink_kv": LAYOUT.sink_kv, "dense_q": LAYOUT.dense_q}
+    want = sol_attention_fp8_emulation(q, k, v, **common, **options)
+    if options:
+        assert not torch.equal(want.out, sol_attention_fp8_emulation(q, k, v, **common).out)
     assert torch.equal(got[0], want.out) and torch.equal(got[1], want.lse)
     assert torch.equal(got[2], want.exact_mask.sum(-1).int())
 
