@@ -1,5 +1,8 @@
 # make demo   sample a tiny model through a real ComfyUI (found, or cloned into .demo/)
 # make test   lint, unit tests, tests against the real ComfyUI where there is one
+#             (parts of it: make lint, test-unit, test-comfy)
+# make test-browser   the nodes in a real Chromium (needs Debian's chromium) on a real ComfyUI
+# make test-gpu       the specification on a CUDA device, in the Python that PYTHON names
 #
 # PYTHON    the Python to start from (3.10 or newer; the pinned test packages need 3.11)
 # VENV      the test environment that is made
@@ -15,7 +18,7 @@ PY := $(VENV)/bin/python
 # Made once the requirements are installed; an interrupted install leaves none.
 STAMP := $(VENV)/.requirements-installed
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-unit test-comfy test-browser test-gpu lint clean
 
 help:
 	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
@@ -23,11 +26,21 @@ help:
 demo:
 	$(PYTHON) workflows/demo.py
 
-test: lint
+test: lint test-unit test-comfy
+
+test-unit: $(STAMP)
 	@echo "== unit tests"
 	$(PY) -m pytest tests/unit
+
+test-comfy: $(STAMP)
 	@echo "== tests against the real ComfyUI"
 	$(PY) -m pytest tests/comfy
+
+test-browser: $(STAMP)
+	$(PY) -m pytest -rs tests/browser
+
+test-gpu:
+	$(PYTHON) -m pytest -rs tests/gpu
 
 lint: $(STAMP)
 	@echo "== lint"

@@ -67,7 +67,8 @@ class HopperSolAttention(io.ComfyNode):
                     8.0,
                     0.05,
                     "Strictness of the route threshold in standard deviations. Higher is sparser and "
-                    "faster: 1.0 keeps about 16 % of the blocks exact, 1.5 about 7 %. -1000 keeps all.",
+                    "faster: 1.0 keeps about 16 % of the blocks of a long video exact (more of a short one), "
+                    "1.5 about 7 %. -1000 keeps all.",
                 ),
                 combo(
                     "estimator",

@@ -21,8 +21,14 @@ class HopperSolSyntheticConditioning(io.ComfyNode):
             ),
             inputs=[
                 io.Model.Input("model", tooltip="Decides the width of a token."),
+                # Not "seed": frontends add a randomize control to an input of that name, and a
+                # benchmark should stay as it is.
                 io.Int.Input(
-                    "seed", default=0, min=0, max=2**31 - 1, tooltip="Same seed, same tokens."
+                    "variant",
+                    default=0,
+                    min=0,
+                    max=2**31 - 1,
+                    tooltip="Seed of the random tokens. Same number, same tokens.",
                 ),
                 io.Int.Input(
                     "tokens",
@@ -36,11 +42,11 @@ class HopperSolSyntheticConditioning(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, seed=0, tokens=512) -> io.NodeOutput:
+    def execute(cls, model, variant=0, tokens=512) -> io.NodeOutput:
         adapter = find_adapter(model)
         if adapter is None:
             kind = type(model.get_model_object("diffusion_model")).__name__
             raise ValueError(f"Synthetic Conditioning: got a {kind} model, need {family_names()}")
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(variant)
         tensor = torch.randn(1, tokens, adapter.text_dim, generator=generator)
         return io.NodeOutput([[tensor, {}]])

@@ -103,7 +103,9 @@ def _map_picture(run: dict) -> torch.Tensor:
     width = max(left + columns * _CELL + 16, 420)
     image = Image.new("RGB", (width, top + rows * _CELL + 28), (24, 24, 28))
     draw = ImageDraw.Draw(image)
-    density = "dense" if run["density"] is None else f"mean density {run['density']:.1%}"
+    density = (
+        "dense" if run["density"] is None else f"mean density of sparse calls {run['density']:.1%}"
+    )
     draw.text((8, 4), f"{run['model']}: {density}", fill=(230, 230, 230))
     draw.text((8, 20), "step / layer ->   bright: exact   dark: summarised", fill=(160, 160, 160))
     for step, row in enumerate(run["map"]):

@@ -149,7 +149,7 @@ class Comfy:
         graph, link = self.model(patches, file, loader)
         for name, noise in (("positive", 1), ("negative", 2)):
             graph[name] = _node(
-                "HopperSolSyntheticConditioning", model=["load", 0], seed=noise, tokens=tokens
+                "HopperSolSyntheticConditioning", model=["load", 0], variant=noise, tokens=tokens
             )
         width, height, length = size
         graph["empty"] = _node(

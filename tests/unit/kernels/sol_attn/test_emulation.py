@@ -53,11 +53,11 @@ def probabilities(exponent, exp_mode):
 def quantized(x, dims=None):
     """E4M3 codes and the scale of one tensor as a whole, or of each slice along ``dims``.
 
-    In FP32 and by products, as the contract says: 3 / 64 of the maximum is exactly between two codes
-    (21 / 448), so that one rounding more or less here decides about elements that are not rare.
+    In FP32 and by products, as the contract says: 3 / 64 of the maximum is exactly between two
+    codes (21 / 448), so that one rounding more or less decides about elements that are not rare.
     """
     x = x.float()
-    scale = x.abs().amax(dims).clamp(min=1e-6) * torch.tensor(1 / 448)
+    scale = x.abs().amax(dims, keepdim=dims is not None).clamp(min=1e-6) * torch.tensor(1 / 448)
     return e4m3((x * (1 / scale)).double()), scale.double()
 
 
@@ -260,6 +260,27 @@ def test_quantize_round_trip(make_qkv, tokens):
         assert got.abs().max() == 448.0
 
 
+def test_quantize_rounds_ties_by_products():
+    # Row m: a maximum of 1 + m / 128 and every BF16 number that divides to halfway between codes.
+    amax = 1 + torch.arange(128.0) / 128
+    ties = amax.double().unsqueeze(1) * (TABLE[1:] + TABLE[:-1]) / 2 / 448
+    ties = ties.to(BF16).float() * (ties.to(BF16).double() == ties)
+    rows = torch.cat([amax.unsqueeze(1), ties], 1)  # (128, 127)
+    assert (ties != 0).sum() > 1000
+    want, want_scale = quantized(rows, 1)
+    by_quotient = e4m3((rows / want_scale.float()).double())
+    assert not torch.equal(want, by_quotient)  # the contract decides something
+    codes, scale = emulation._quantize_channels(rows.T[None, :, None])
+    assert torch.equal(codes[0, :, 0].T.double(), want) and torch.equal(
+        scale.flatten().double(), want_scale.flatten()
+    )
+    padded = torch.zeros(1, 64, 128, 128)  # one head for each row
+    padded[0, 0, :, :127] = rows
+    codes, scale = emulation._quantize_blocks(padded)
+    assert torch.equal(codes[0, 0, :, :127].double(), want)
+    assert torch.equal(scale.flatten().double(), want_scale.flatten())
+
+
 # --- Against the specification
 
 
@@ -280,8 +301,8 @@ def test_fp8_emulation_error_is_that_of_e4m3(make_qkv, rel_l2, fill, exp_mode):
     # At least the rounding of V is always there; less means that nothing was quantised.
     assert rel_l2(got.out, want.out) > 0.5 * E4M3_RMS
     # LSE errs by a weighted mean of logit errors, so by no more than their RMS; expcast adds the
-    # common bias of a linear mantissa, mean of log2(1 + f) - f = 0.057, less 0.35 / 8 octaves,
-    # and bytes below 8 that decode too low.
+    # common bias of a linear mantissa, mean of log2(1 + f) - f = 0.057 less 0.35 / 8 = 0.044
+    # octaves, 0.009 in natural log, and as much again for bytes below 8 that decode too low.
     bias = 0.0 if exp_mode == "exp2" else 0.02
     assert (got.lse - want.lse).square().mean().sqrt() < 1.5 * noise + bias
 
@@ -650,7 +671,8 @@ def test_fp8_emulation_v_bias_correction_restores_the_mean():
     slack = BF16_UNIT * (mean.abs() + left.abs()) + 1e-5
     assert ((got[True] - mean).abs() <= slack).all()
     assert ((got[False] - mean - left).abs() <= slack).all()
-    assert left.abs().max() > 4 * slack.max()
+    # Else one output could satisfy both lines above.
+    assert left.abs().max() > 2 * slack.max()
 
 
 # --- Splits
