@@ -28,7 +28,8 @@ class Requirements:
         arch_major: exact CUDA major version, for architecture-specific code such as sm_90a.
         dtypes: input dtypes it takes.
         head_dims: head dimensions it takes.
-        modules: importable modules it needs; looked up, never imported here.
+        modules: importable modules it needs; looked up, not imported (of a dotted name, the
+            parent packages are).
         systems: values of platform.system() it runs on.
     """
 

@@ -44,7 +44,7 @@ def sol_attention(
             stride(-1) == 1. T need not be a multiple of the 64-token block.
         config: algorithm settings.
         layout: exact-KV sinks, dense queries, video span; None for none.
-        scale: multiplies q k^T before the softmax; 128 ** -0.5 if None.
+        scale: multiplies q k^T before the softmax, above 0; 128 ** -0.5 if None.
         backend: "auto" or a name from ``list_backends()``.
         return_lse: also return the log-sum-exp.
         stats: filled with what ran, if given.
@@ -62,6 +62,8 @@ def sol_attention(
     """
     layout = TokenLayout() if layout is None else layout
     scale = HEAD_DIM**-0.5 if scale is None else float(scale)
+    if not 0.0 < scale < float("inf"):  # kernels fold it into an exponent
+        raise ValueError(f"scale: got {scale}, need a finite number above 0")
     out, lse, exact_blocks = _sol_attention_fwd(
         q,
         k,
@@ -71,6 +73,8 @@ def sol_attention(
         config.variant,
         _flat(layout.sink_kv),
         _flat(layout.dense_q),
+        list(layout.video or ()),
+        list(layout.grid or ()),
         backend,
     )
     if stats is not None:
@@ -168,9 +172,14 @@ def _config(variant: str, tau: float) -> SolAttnConfig:
 
 # Checks and the choice of a backend happen inside the op, so that a compiled caller traces
 # nothing but the op itself.
-def _forward(q, k, v, scale, tau, variant, sink_kv, dense_q, backend):
+def _forward(q, k, v, scale, tau, variant, sink_kv, dense_q, video, grid, backend):
     config = _config(variant, tau)
-    layout = TokenLayout(sink_kv=_pairs(sink_kv), dense_q=_pairs(dense_q))
+    layout = TokenLayout(
+        sink_kv=_pairs(sink_kv),
+        dense_q=_pairs(dense_q),
+        video=tuple(video) or None,
+        grid=tuple(grid) or None,
+    )
     check_inputs(q, k, v, layout)
     chosen, _ = registry.select(OP, describe_call(q, config, layout), backend)
     implementation = registry.loaded(chosen)
@@ -184,12 +193,12 @@ _sol_attention_fwd = torch.library.custom_op(
     _forward,
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, float scale, float tau, str variant, int[] sink_kv, "
-    "int[] dense_q, str backend) -> (Tensor out, Tensor lse, Tensor exact_blocks)",
+    "int[] dense_q, int[] video, int[] grid, str backend) -> (Tensor out, Tensor lse, Tensor exact_blocks)",
 )
 
 
 @_sol_attention_fwd.register_fake
-def _fake(q, k, v, scale, tau, variant, sink_kv, dense_q, backend):
+def _fake(q, k, v, scale, tau, variant, sink_kv, dense_q, video, grid, backend):
     batch, tokens, heads, _ = q.shape
     blocks = num_blocks(tokens)
     return (

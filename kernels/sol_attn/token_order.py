@@ -38,7 +38,7 @@ def morton_order(grid: tuple[int, int, int], per_frame: bool = False) -> torch.T
         (t * h * w,) int64 on the CPU. Cached: do not write into it.
     """
     t, h, w = grid
-    index = torch.arange(t * h * w)
+    index = torch.arange(t * h * w, device="cpu")
     frame, row, column = index // (h * w), index // w % h, index % w
     if per_frame:
         cells = _spread(row, 2) | _spread(column, 2) << 1

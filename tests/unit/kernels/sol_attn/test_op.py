@@ -1,5 +1,6 @@
 """The public op: checks, forwarding, statistics, choice of a backend, and torch.compile."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -35,7 +36,8 @@ def flat_arguments(q, k, v, *, config=CONFIG, layout=LAYOUT, backend="reference"
     sink_kv, dense_q = (
         list(itertools.chain.from_iterable(x)) for x in (layout.sink_kv, layout.dense_q)
     )
-    return q, k, v, 0.1, float(config.tau), config.variant, sink_kv, dense_q, backend
+    plan = list(layout.video or ()), list(layout.grid or ())
+    return q, k, v, 0.1, float(config.tau), config.variant, sink_kv, dense_q, *plan, backend
 
 
 def layouts(*qkv):
@@ -261,8 +263,9 @@ def test_sol_attention_rejects_a_layout_past_the_end(field):
 
 
 def test_check_inputs_checks_the_video_span():
-    with pytest.raises(ValueError, match=r"^layout: range \(5, 71\) ends past the 70 tokens of q"):
-        check_inputs(*tensors(), TokenLayout(video=(5, 71)))
+    for call in (check_inputs, lambda *x: sol_attention(*x[:3], config=CONFIG, layout=x[3])):
+        with pytest.raises(ValueError, match=r"^layout: range \(5, 71\) ends past the 70 tokens"):
+            call(*tensors(), TokenLayout(video=(5, 71)))
 
 
 def test_sol_attention_rejects_unknown_backends():
@@ -406,6 +409,30 @@ def test_custom_op_schema_is_stable():
         "variant",
         "sink_kv",
         "dense_q",
+        "video",
+        "grid",
         "backend",
     ]
     assert [result.name for result in schema.returns] == ["out", "lse", "exact_blocks"]
+
+
+def test_sol_attention_hands_on_the_whole_layout(monkeypatch):
+    """What rules see when a backend is chosen is what the backend gets."""
+    seen = []
+
+    def implementation(q, k, v, *, config, layout, scale):
+        seen.append(layout)
+        return registry_module.loaded(original)(q, k, v, config=config, layout=layout, scale=scale)
+
+    original = registry_module.get(OP, "reference")
+    spy = dataclasses.replace(original, load=lambda: implementation)
+    monkeypatch.setitem(registry_module._BACKENDS[OP], "reference", spy)
+    layout = TokenLayout(sink_kv=((0, 6),), dense_q=((1, 2),), video=(6, 70), grid=(4, 4, 4))
+    sol_attention(*tensors(), config=CONFIG, layout=layout)
+    assert seen == [layout]
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_sol_attention_rejects_scale(scale):
+    with pytest.raises(ValueError, match=r"^scale: got .*, need a finite number above 0"):
+        sol_attention(*tensors(), config=CONFIG, scale=scale)
