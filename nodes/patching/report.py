@@ -12,7 +12,8 @@ NOTHING = (
 )
 NO_RUN = "Hopper-Sol: this model has not been sampled yet; connect the sampler's latent."
 
-_CELL = 12  # pixels of a map cell
+_CELL = (12, 32)  # pixels of a map cell, least and most
+_MAP_WIDTH = 480  # pixels that a map fills if its cells may be that large
 _MARGIN = (56, 40)  # left, top
 _UNSEEN = (90, 90, 90)
 
@@ -100,23 +101,25 @@ def _map_picture(run: dict) -> torch.Tensor:
 
     rows, columns = len(run["map"]), len(run["map"][0])
     left, top = _MARGIN
-    width = max(left + columns * _CELL + 16, 420)
-    image = Image.new("RGB", (width, top + rows * _CELL + 28), (24, 24, 28))
+    cell = min(max(_MAP_WIDTH // columns, _CELL[0]), _CELL[1])
+    text, faint = (230, 230, 230), (160, 160, 160)
+    width = max(left + columns * cell + 16, 460)
+    image = Image.new("RGB", (width, top + rows * cell + 28), (24, 24, 28))
     draw = ImageDraw.Draw(image)
-    density = (
-        "dense" if run["density"] is None else f"mean density of sparse calls {run['density']:.1%}"
-    )
-    draw.text((8, 4), f"{run['model']}: {density}", fill=(230, 230, 230))
-    draw.text((8, 20), "step / layer ->   bright: exact   dark: summarised", fill=(160, 160, 160))
+    density = run["density"]
+    what = "dense" if density is None else f"mean density of sparse calls {density:.1%}"
+    draw.text((8, 4), f"{run['model']}: {what}", fill=text)
+    draw.text((8, 20), "steps down, layers across; bright: exact, dark: summarised", fill=faint)
+    every = 1 if cell >= 20 else 5  # labels must not run into each other
     for step, row in enumerate(run["map"]):
-        y = top + step * _CELL
-        if step % 5 == 0 or rows <= 10:
-            draw.text((8, y), str(step + 1), fill=(160, 160, 160))
+        y = top + step * cell
+        if step % every == 0:
+            draw.text((8, y), str(step + 1), fill=faint)
         for layer, value in enumerate(row):
-            x = left + layer * _CELL
-            draw.rectangle((x, y, x + _CELL - 2, y + _CELL - 2), fill=_colour(value))
-    for layer in range(0, columns, 5):
-        draw.text((left + layer * _CELL, top + rows * _CELL + 4), str(layer), fill=(160, 160, 160))
+            x = left + layer * cell
+            draw.rectangle((x, y, x + cell - 2, y + cell - 2), fill=_colour(value))
+    for layer in range(0, columns, every):
+        draw.text((left + layer * cell, top + rows * cell + 4), str(layer), fill=faint)
     data = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return data.view(image.height, image.width, 3).float() / 255
 

@@ -166,15 +166,17 @@ def test_report_text_nothing_happened():
     assert "0 self-attention calls" in lines[0]
 
 
-def cell(picture, step, layer):
-    """Colour at the middle of a map cell, 0 .. 255."""
-    return tuple((picture[40 + 12 * step + 5, 56 + 12 * layer + 5] * 255).round().int().tolist())
+def cell(picture, step, layer, size=32):
+    """Colour at the middle of a map cell of ``size`` pixels, 0 .. 255."""
+    middle = size // 2 - 1
+    y, x = 40 + size * step + middle, 56 + size * layer + middle
+    return tuple((picture[y, x] * 255).round().int().tolist())
 
 
 def test_report_picture_shape_and_range():
     picture = report_picture(report(run()))
     assert picture.dtype == torch.float32
-    assert picture.shape == (1, 40 + 3 * 12 + 28, 420, 3)
+    assert picture.shape == (1, 40 + 3 * 32 + 28, 460, 3)
     assert picture.min() >= 0 and picture.max() <= 1
 
 
@@ -203,11 +205,11 @@ def test_report_picture_density_out_of_range_is_clamped():
 
 
 def test_report_picture_pads_runs_of_different_size():
-    large = run(map=[[0.5] * 40] * 20)
+    large = run(map=[[0.5] * 40] * 20)  # 40 layers: 12 pixels a cell
     picture = report_picture(report(run(), large))
     assert picture.shape == (2, 40 + 20 * 12 + 28, 56 + 40 * 12 + 16, 3)
-    assert picture[0, 40 + 3 * 12 + 28 :].abs().max() == 0
-    assert cell(picture[1], 19, 39) == cell(picture[1], 0, 0)
+    assert picture[0, 40 + 3 * 32 + 28 :].abs().max() == 0
+    assert cell(picture[1], 19, 39, 12) == cell(picture[1], 0, 0, 12)
 
 
 def test_report_picture_without_a_run_is_black():
