@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from .errors import BackendUnavailable, UnknownBackend
 from .requirements import Requirements
 
@@ -27,6 +29,7 @@ class Backend:
         auto_rules: conditions that only hold back the automatic choice (a backend that can run
             but would not pay); an explicit request ignores them.
         defaults: (config field, value) for fields that the caller may leave as None.
+        native_dtypes: input dtypes computed as they are; others are cast to BF16, and stats say so.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Backend:
     rules: tuple[Rule, ...] = ()
     auto_rules: tuple[Rule, ...] = ()
     defaults: tuple[tuple[str, Any], ...] = ()
+    native_dtypes: frozenset[torch.dtype] = frozenset({torch.bfloat16})
 
     def why_not(self, call: Any, *, automatic: bool = False) -> str | None:
         """Reason to decline ``call`` or None; cheap, touches no device, does not raise."""

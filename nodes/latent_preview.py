@@ -22,7 +22,14 @@ class HopperSolLatentPreviewFrames(io.ComfyNode):
             inputs=[
                 io.Latent.Input("latent"),
                 io.Model.Input("model", tooltip="Decides the latent format."),
-                io.Int.Input("scale", default=8, min=1, max=16, tooltip="Pixels per latent cell."),
+                io.Int.Input(
+                    "scale",
+                    default=8,
+                    min=1,
+                    max=16,
+                    optional=True,
+                    tooltip="Pixels per latent cell.",
+                ),
             ],
             outputs=[io.Image.Output(display_name="frames")],
         )

@@ -15,6 +15,10 @@ FOLDER = "diffusion_models"
 
 def _resolve(file: str) -> str:
     """Full path of a listed file; either path separator, since workflows travel between systems."""
+    if not isinstance(file, str):
+        raise ValueError(
+            f"file: got {file!r}, need the name of a file in ComfyUI's {FOLDER} folders"
+        )
     names = folder_paths.get_filename_list(FOLDER)
     wanted = file.replace("\\", "/")
     for name in names:
@@ -53,6 +57,7 @@ class HopperSolLoadVideoModel(io.ComfyNode):
                     "linear_precision",
                     options=["default", "fp8"],
                     default="default",
+                    optional=True,
                     tooltip=(
                         "default loads the weights as ComfyUI does. fp8 (W8A8 Linears, half the "
                         "memory) is not in this version."
@@ -63,25 +68,24 @@ class HopperSolLoadVideoModel(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, file, linear_precision="default"):
+    def validate_inputs(cls, file=None):
+        # None stands for a link, whose value is not there before execution.
+        if file is None:
+            return True
         try:
-            cls._check(file, linear_precision)
+            inspect_checkpoint(_resolve(file))
         except ValueError as error:
             return str(error)
         return True
 
     @classmethod
     def execute(cls, file, linear_precision="default") -> io.NodeOutput:
-        path, facts = cls._check(file, linear_precision)
-        log.info("Load Video Model: %s", facts.describe())
-        return io.NodeOutput(comfy.sd.load_diffusion_model(path, model_options={}))
-
-    @classmethod
-    def _check(cls, file, linear_precision):
         if linear_precision != "default":
             raise ValueError(
                 f"linear_precision: got {linear_precision!r}, this version has 'default' only; "
                 "FP8 Linears come with a later one"
             )
         path = _resolve(file)
-        return path, inspect_checkpoint(path)
+        facts = inspect_checkpoint(path)
+        log.info("Load Video Model: %s", facts.describe())
+        return io.NodeOutput(comfy.sd.load_diffusion_model(path, model_options={}))

@@ -5,7 +5,10 @@ from comfy_api.latest import io
 from .patching.apply import apply_sol_attention
 from .patching.layers import EXAMPLE, check_layer_text
 from .patching.plan import SolAttentionRequest
+from .patching.resolve import CHOICES, RANGES
 from .schema import known, schema
+
+PRESETS = ("custom",)
 
 
 class HopperSolAttention(io.ComfyNode):
@@ -19,7 +22,8 @@ class HopperSolAttention(io.ComfyNode):
                 optional=True, advanced=advanced,
             )  # fmt: skip
 
-        def number(kind, name, default, low, high, step, tooltip, advanced=False):
+        def number(kind, name, default, step, tooltip, advanced=False):
+            low, high = RANGES[name]
             return known(
                 kind.Input, id=name, default=default, min=low, max=high, step=step,
                 tooltip=tooltip, optional=True, advanced=advanced,
@@ -56,15 +60,13 @@ class HopperSolAttention(io.ComfyNode):
                 ),
                 combo(
                     "preset",
-                    ["custom"],
+                    list(PRESETS),
                     "custom uses the values below as they stand. Named presets come in a later version.",
                 ),
                 number(
                     io.Float,
                     "tau",
                     1.0,
-                    -1000.0,
-                    8.0,
                     0.05,
                     "Strictness of the route threshold in standard deviations. Higher is sparser and "
                     "faster: 1.0 keeps about 16 % of the blocks of a long video exact (more of a short one), "
@@ -72,14 +74,14 @@ class HopperSolAttention(io.ComfyNode):
                 ),
                 combo(
                     "estimator",
-                    ["auto", "diag", "exact"],
+                    list(CHOICES["estimator"]),
                     "How the spread of block scores is estimated. exact takes the full second moment. "
                     "auto: diag for Wan. Compare the two at equal density, not at equal tau.",
                     advanced=True,
                 ),
                 combo(
                     "precision",
-                    ["auto", "fp8", "bf16"],
+                    list(CHOICES["precision"]),
                     "Precision inside sparse attention. fp8 applies to the layers of fp8_layers; "
                     "auto takes FP8 there if the GPU has a kernel for it.",
                 ),
@@ -87,8 +89,6 @@ class HopperSolAttention(io.ComfyNode):
                     io.Int,
                     "dense_steps",
                     -1,
-                    -1,
-                    1000,
                     1,
                     "Steps at the start of each sampler run that stay dense. -1: 20 % of this run's "
                     "steps, at least 1. A second sampler (Wan 2.2 low noise) counts from 0 again: set "
@@ -98,8 +98,6 @@ class HopperSolAttention(io.ComfyNode):
                     io.Int,
                     "dense_last_steps",
                     0,
-                    0,
-                    1000,
                     1,
                     "Steps at the end of each sampler run that stay dense.",
                     advanced=True,
@@ -108,8 +106,6 @@ class HopperSolAttention(io.ComfyNode):
                     io.Float,
                     "start_percent",
                     0.0,
-                    0.0,
-                    1.0,
                     0.01,
                     "Sparse from this point of the whole noise schedule on. Unlike dense_steps it does "
                     "not start again with each sampler.",
@@ -118,8 +114,6 @@ class HopperSolAttention(io.ComfyNode):
                 number(
                     io.Float,
                     "end_percent",
-                    1.0,
-                    0.0,
                     1.0,
                     0.01,
                     "Sparse up to this point of the whole noise schedule.",
@@ -137,7 +131,7 @@ class HopperSolAttention(io.ComfyNode):
                 ),
                 combo(
                     "smoothing",
-                    ["auto", "none", "k", "kv", "block"],
+                    list(CHOICES["smoothing"]),
                     "Subtract means before FP8 rounding: k the sequence mean of K, kv that of K and V, "
                     "block the mean of each K block. Without FP8 it changes nothing. auto: none for Wan.",
                     advanced=True,
@@ -150,13 +144,13 @@ class HopperSolAttention(io.ComfyNode):
                 ),
                 combo(
                     "sinks",
-                    ["auto", "off", "kv", "kv_and_rows", "audio_rows"],
+                    list(CHOICES["sinks"]),
                     "Conditioning tokens inside the sequence that stay exact. Wan has none.",
                     advanced=True,
                 ),
                 combo(
                     "token_order",
-                    ["auto", "none", "morton_3d", "morton_2d"],
+                    list(CHOICES["token_order"]),
                     "Order in which tokens are cut into blocks. morton_3d makes a block a small cube of "
                     "the video instead of a strip of one frame. auto: morton_3d for Wan.",
                     advanced=True,
@@ -165,21 +159,19 @@ class HopperSolAttention(io.ComfyNode):
                     io.Int,
                     "min_tokens",
                     8192,
-                    0,
-                    1_000_000,
                     64,
                     "Shorter sequences stay dense, where sparse attention does not pay. For scale: Wan "
                     "480x832, 81 frames is 32,760 tokens; 33 frames 14,040; 256x256, 17 frames 1,280.",
                 ),
                 combo(
                     "on_decline",
-                    ["fallback", "error"],
+                    list(CHOICES["on_decline"]),
                     "When no kernel can take the call or one fails: fallback computes it dense and says "
                     "so in the Run Report; error stops, before sampling where that can be known.",
                 ),
                 combo(
                     "kv_splits",
-                    ["auto", "1", "2", "4"],
+                    list(CHOICES["kv_splits"]),
                     "Split the keys of one head over several thread blocks. For kernels on small grids.",
                     advanced=True,
                 ),
@@ -190,7 +182,7 @@ class HopperSolAttention(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, dense_layers="auto", fp8_layers="auto"):
         for name, value in (("dense_layers", dense_layers), ("fp8_layers", fp8_layers)):
-            if value is None or value.strip().lower() == "auto":
+            if value is None or (isinstance(value, str) and value.strip().lower() == "auto"):
                 continue
             problem = check_layer_text(name, value)
             if problem:
@@ -201,4 +193,6 @@ class HopperSolAttention(io.ComfyNode):
     def execute(cls, model, enabled=True, preset="custom", **inputs) -> io.NodeOutput:
         if not enabled:
             return io.NodeOutput(model)
+        if preset not in PRESETS:
+            raise ValueError(f"preset: got {preset!r}, need one of {', '.join(PRESETS)}")
         return io.NodeOutput(apply_sol_attention(model, SolAttentionRequest(**inputs)))

@@ -28,6 +28,7 @@ class HopperSolSyntheticConditioning(io.ComfyNode):
                     default=0,
                     min=0,
                     max=2**31 - 1,
+                    optional=True,
                     tooltip="Seed of the random tokens. Same number, same tokens.",
                 ),
                 io.Int.Input(
@@ -35,6 +36,7 @@ class HopperSolSyntheticConditioning(io.ComfyNode):
                     default=512,
                     min=1,
                     max=8192,
+                    optional=True,
                     tooltip="Text tokens; Wan prompts have up to 512.",
                 ),
             ],

@@ -1,5 +1,7 @@
 """Sol-Attn: training-free block-sparse attention with block summaries (README.md)."""
 
+import torch
+
 from ..registry import Backend, register
 from .config import SolAttnCall, SolAttnConfig, SolAttnStats, TokenLayout
 from .op import (
@@ -30,6 +32,7 @@ register(
         rules=(unsupported_option,),
         auto_rules=(slower_than_dense,),
         defaults=(("precision", "bf16"),),
+        native_dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
     ),
 )
 

@@ -223,7 +223,7 @@ class SolAttnStats:
 
     Attributes:
         backend: name of the backend that computed the call.
-        precision: "bf16" or "fp8"; the input's dtype where the reference computed in it.
+        precision: "fp8", or the dtype that was computed in: "bfloat16", "float32", "float16".
         exact_blocks: (B, H, NT) int32 on the device, exact key blocks of each query block.
         num_kv_blocks: NT.
         cast_from: input dtype that a backend cast to BF16, or None.

@@ -56,6 +56,9 @@ def sol_attention(
         ValueError, TypeError: an argument no backend could take.
         BackendUnavailable: the named backend, or every backend, declines; says why.
 
+    The backward pass is not defined. Under torch.compile, make ``config`` outside the compiled
+    function.
+
     Accuracy: the reference backend computes FP32 inputs in FP32 and everything else in FP32 with
         the output rounded to the input's dtype.
     Source: arXiv 2607.24027.
@@ -79,11 +82,11 @@ def sol_attention(
     )
     if stats is not None:
         chosen, declined = registry.select(OP, describe_call(q, config, layout), backend)
-        precision = config.filled(chosen.defaults).precision
-        # The reference computes in the input's own precision unless it emulates FP8.
-        native = chosen.name == "reference" and precision == "bf16"
+        fp8 = config.filled(chosen.defaults).precision == "fp8"
+        native = q.dtype in chosen.native_dtypes and not fp8  # FP8 is rounded from BF16
+        computed = q.dtype if native else torch.bfloat16
         stats.backend = chosen.name
-        stats.precision = str(q.dtype).removeprefix("torch.") if native else precision
+        stats.precision = "fp8" if fp8 else str(computed).removeprefix("torch.")
         stats.exact_blocks = exact_blocks
         stats.num_kv_blocks = num_blocks(q.shape[1])
         stats.cast_from = None if native or q.dtype == torch.bfloat16 else q.dtype

@@ -10,6 +10,14 @@ PLAIN_DTYPES = {"BF16", "F16", "F32"}
 RAW_FP8_DTYPES = {"F8_E4M3", "F8_E5M2"}
 HEAD_DIM = 128
 
+# What every block of every Wan variant has.
+_BLOCK_KEYS = (
+    "modulation",
+    *(f"{a}.{n}.weight" for a in ("self_attn", "cross_attn") for n in "qkvo"),
+    "ffn.0.weight",
+    "ffn.2.weight",
+)
+
 # (key that only this variant has, its name); the first that is present decides.
 _WAN_MARKERS = (
     ("vace_patch_embedding.weight", "VACE"),
@@ -116,22 +124,36 @@ def _inspect(name: str, header: _Header, size_bytes: int) -> CheckpointFacts:
         raise ValueError(
             f"{name}: patch_embedding is not a 3-D convolution; this is not a Wan file"
         )
-    blocks = {
-        key[len(prefix) :].split(".")[1]
-        for key in header.keys
-        if key.startswith(prefix + "blocks.")
-    }
-    indices = {block for block in blocks if block.isdigit()}
+    num_blocks = _complete_blocks(name, header, prefix)
     return CheckpointFacts(
         family="Wan",
         variant=_wan_variant(header, prefix),
         dim=dim,
         ffn_dim=header.shape(prefix + "blocks.0.ffn.0.weight")[0],
-        num_blocks=len(indices),
+        num_blocks=num_blocks,
         num_heads=dim // HEAD_DIM,
         dtype=header.dtype(prefix + "blocks.0.self_attn.q.weight"),
         size_bytes=size_bytes,
     )
+
+
+def _complete_blocks(name: str, header: _Header, prefix: str) -> int:
+    """Number of transformer blocks; raises if the file, such as one of several shards, lacks some."""
+    start = prefix + "blocks."
+    found = {key[len(start) :].split(".")[0] for key in header.keys if key.startswith(start)}
+    count = max((int(block) for block in found if block.isdigit()), default=0) + 1
+    missing = [
+        f"{start}{block}.{key}"
+        for block in range(count)
+        for key in _BLOCK_KEYS
+        if f"{start}{block}.{key}" not in header.keys
+    ]
+    if missing:
+        raise ValueError(
+            f"{name}: lacks {len(missing)} tensors of its {count} blocks, such as {missing[0]}; "
+            "the file is incomplete, or one of several shards"
+        )
+    return count
 
 
 def _wan_variant(header: _Header, prefix: str) -> str:

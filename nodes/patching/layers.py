@@ -2,7 +2,7 @@
 
 import re
 
-_ITEM = re.compile(r"^(-?\d+)(?:-(-?\d+))?$")
+_ITEM = re.compile(r"^(-?\d{1,6})(?:-(-?\d{1,6}))?$")
 EXAMPLE = "for example '0', '10-19' or '0-2,-1'"
 
 
@@ -61,6 +61,8 @@ def describe_layers(layers: frozenset[int]) -> str:
 
 def _ranges(name: str, text: str) -> list[tuple[int, int]] | None:
     """(first, last) pairs as typed; None for all blocks."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name}: got {text!r}, need a text, {EXAMPLE}")
     # Space around separators only: "1 2" is a mistake, not block 12.
     cleaned = re.sub(r"\s*([,-])\s*", r"\1", text.strip().lower())
     if cleaned in ("", "none"):

@@ -82,6 +82,7 @@ def make_override(run, previous):
         if info is None or info.run is not run:
             run.record.other(OUTSIDE)
             return decline()
+        run.reached(info)
         if k.shape != q.shape or v.shape != q.shape:
             run.record.other(CROSS_ATTENTION)
             return decline()

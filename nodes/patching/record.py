@@ -32,6 +32,7 @@ class RunRecorder:
         self.num_blocks = num_blocks
         self.check_finite = check_finite
         self.notes: list[str] = []
+        self.evaluations = 0
         self.forwards = 0
         self.tokens: Counter[int] = Counter()
         self.batch_sizes: Counter[int] = Counter()
@@ -50,8 +51,13 @@ class RunRecorder:
         self._started = time.time()
         self._clock = time.perf_counter()
 
+    def evaluation(self) -> None:
+        """The sampler asks for an evaluation; a cache of another node may answer it."""
+        with self._lock:
+            self.evaluations += 1
+
     def forward(self, tokens: int, batch: int) -> None:
-        """A forward of the diffusion model begins."""
+        """A forward of the diffusion model has come to its first attention call."""
         with self._lock:
             self.forwards += 1
             self.tokens[tokens] += 1
@@ -66,7 +72,8 @@ class RunRecorder:
         """A self-attention call went to the next in the chain."""
         with self._lock:
             self.dense_calls[reason] += 1
-            self._kind(step, layer)[DENSE] += 1
+            if layer is not None:
+                self._kind(step, layer)[DENSE] += 1
 
     def sparse(self, stats, out: torch.Tensor, step: int, layer: int | None) -> None:
         """A self-attention call was computed by us; ``stats`` is its SolAttnStats."""
@@ -113,6 +120,7 @@ class RunRecorder:
             "seconds": round(time.perf_counter() - self._clock, 3),
             "steps": self.num_steps,
             "num_blocks": self.num_blocks,
+            "evaluations": self.evaluations,
             "forwards": self.forwards,
             "tokens": _single(self.tokens),
             "batch": _single(self.batch_sizes),
@@ -168,12 +176,13 @@ def _means(total: torch.Tensor, calls: torch.Tensor) -> list[float | None]:
 def summary_line(run: dict) -> str:
     """A sealed run in one line: counts, density, tokens, backend."""
     total = run["self_attention_calls"]
-    dense = ", ".join(f"{reason} {n}" for reason, n in run["dense_calls"].items())
+    dense = ", ".join(f"{n} x {reason}" for reason, n in run["dense_calls"].items())
+    tokens = "no" if run["tokens"] is None else run["tokens"]
     density = "" if run["density"] is None else f", density {run['density']:.1%}"
     backend = ", ".join(run["backend"]) or "none"
     return (
         f"{run['status']}: {total} self-attention calls, {run['sparse_calls']} sparse"
         f"{f' ({n} FP8)' if (n := run['fp8_calls']) else ''}, "
         f"{total - run['sparse_calls']} dense{f' ({dense})' if dense else ''}{density}; "
-        f"{run['tokens']} tokens, backend {backend}, {run['seconds']:.1f} s"
+        f"{tokens} tokens, backend {backend}, {run['seconds']:.1f} s"
     )

@@ -4,13 +4,23 @@ import json
 
 import torch
 
+from .latent_mark import LatentMark
 from .record import SCHEMA_VERSION, summary_line
 
 NOTHING = (
     "Hopper-Sol: nothing to report. This model has no Sol Attention node that is switched on, so "
     "every attention call went to ComfyUI's own attention."
 )
-NO_RUN = "Hopper-Sol: this model has not been sampled yet; connect the sampler's latent."
+NO_RUN = (
+    "Hopper-Sol: no sampler has run this model. Check that the sampler's model input comes through "
+    "the Sol Attention node."
+)
+EARLIER = "The sampler's output was reused; the run that made this latent, in an earlier prompt:"
+UNRELATED = (
+    "In this prompt no sampler run of this model made this latent: the sampler used another model "
+    "or had no steps, or its output was reused and is no longer on record. For information only, "
+    "the last run of this model, in an earlier prompt:"
+)
 
 _CELL = (12, 32)  # pixels of a map cell, least and most
 _MAP_WIDTH = 480  # pixels that a map fills if its cells may be that large
@@ -18,27 +28,51 @@ _MARGIN = (56, 40)  # left, top
 _UNSEEN = (90, 90, 90)
 
 
-def runs_to_report(runs: list[dict], prompt_id: str | None) -> tuple[list[dict], bool]:
-    """Runs of the prompt that is executing; else those of the last prompt that had any.
+def runs_to_report(
+    runs: list[dict],
+    marks: list[LatentMark | None],
+    latent: LatentMark | None,
+    prompt_id: str | None,
+) -> tuple[list[dict], str]:
+    """Which runs to report for a latent, and where they come from.
 
-    Returns the runs and whether they belong to an earlier prompt (its sampler was cached).
+    Args:
+        runs: all kept runs of the model, oldest first.
+        marks: of what each run made.
+        latent: mark of the latent that the report is about.
+        prompt_id: of the prompt that is executing, None where ComfyUI does not tell.
+
+    Returns:
+        Copies of the runs with ``made_this_latent``; and "this_prompt", "earlier_prompt" (they end
+        with the run that made the latent) or "unrelated" (the last prompt that sampled the model).
     """
-    if not runs:
-        return [], False
-    own = [run for run in runs if prompt_id is not None and run["prompt_id"] == prompt_id]
-    if own or prompt_id is None:
-        return own or runs[-1:], False
-    last = runs[-1]["prompt_id"]
-    return [run for run in runs if run["prompt_id"] == last], True
+    made = [latent is not None and latent.matches(mark) for mark in marks]
+    marked = [{**run, "made_this_latent": m} for run, m in zip(runs, made, strict=True)]
+    own = [run for run in marked if prompt_id is not None and run["prompt_id"] == prompt_id]
+    if own or not marked:
+        return own, "this_prompt"
+    if prompt_id is None:
+        return marked[-1:], "this_prompt"
+    if any(made):
+        last = len(made) - 1 - made[::-1].index(True)
+        source, where = marked[: last + 1], "earlier_prompt"
+    else:
+        source, where = marked, "unrelated"
+    return [run for run in source if run["prompt_id"] == source[-1]["prompt_id"]], where
 
 
-def report_json(runs: list[dict], earlier: bool, versions: dict) -> dict:
-    """The report as data; ``schema_version`` grows when a field changes its meaning."""
+def report_json(runs: list[dict], source: str, versions: dict, dropped: int = 0) -> dict:
+    """The report as data; ``schema_version`` grows when a field changes its meaning.
+
+    ``source`` as ``runs_to_report`` says; ``dropped`` counts runs of the same prompt that are no
+    longer kept.
+    """
     return {
         "schema_version": SCHEMA_VERSION,
         "pack": "hopper-sol",
         "versions": versions,
-        "from_earlier_prompt": earlier,
+        "source": source,
+        "dropped_runs": dropped,
         "runs": runs,
     }
 
@@ -46,9 +80,13 @@ def report_json(runs: list[dict], earlier: bool, versions: dict) -> dict:
 def report_text(report: dict) -> str:
     """The report for a person, one paragraph a run."""
     lines = []
-    if report["from_earlier_prompt"]:
+    if report["source"] == "earlier_prompt":
+        lines.append(EARLIER)
+    elif report["source"] == "unrelated":
+        lines.append(UNRELATED)
+    if report["dropped_runs"]:
         lines.append(
-            "The sampler did not run in this prompt (ComfyUI reused its output); earlier run:"
+            f"{report['dropped_runs']} earlier runs of this prompt are no longer on record."
         )
     for number, run in enumerate(report["runs"], 1):
         head = f"Run {number} of {len(report['runs'])}: " if len(report["runs"]) > 1 else ""
@@ -63,6 +101,9 @@ def report_text(report: dict) -> str:
         )
         for reason, count in run["dense_calls"].items():
             lines.append(f"  dense     {count} calls: {reason}")
+        idle = sum(1 for row in run["map"] if all(value is None for value in row))
+        if run["status"] == "finished" and idle:
+            lines.append(f"  skipped   {idle} of {run['steps']} steps made no attention call")
         for kind, count in run["other_calls"].items():
             lines.append(f"  passed on {count} calls: {kind}")
         for dtype, count in run["cast_from"].items():
@@ -72,7 +113,7 @@ def report_text(report: dict) -> str:
         for place in run["nonfinite"][:5]:
             lines.append(
                 f"  WARNING   non-finite output in {place['calls']} calls at step "
-                f"{place['step'] + 1}, layer {place['layer']}"
+                f"{place['step'] + 1}, layer {place['layer']} (it may have come in with the input)"
             )
         if len(run["nonfinite"]) > 5:
             lines.append(f"  WARNING   and at {len(run['nonfinite']) - 5} further places")

@@ -39,8 +39,48 @@ class AttentionSettings:
         return self.fp8 if layer in self.fp8_layers else self.sparse
 
 
+# What ComfyUI checks for typed widgets but not for values that come through a link.
+CHOICES = {
+    "estimator": ("auto", "diag", "exact"),
+    "precision": ("auto", "fp8", "bf16"),
+    "smoothing": ("auto", *SMOOTHING),
+    "sinks": ("auto", "off", "kv", "kv_and_rows", "audio_rows"),
+    "token_order": ("auto", "none", "morton_3d", "morton_2d"),
+    "on_decline": ("fallback", "error"),
+    "kv_splits": ("auto", "1", "2", "4"),
+}
+RANGES = {
+    "tau": (-1000.0, 8.0),
+    "dense_steps": (-1, 1000),
+    "dense_last_steps": (0, 1000),
+    "start_percent": (0.0, 1.0),
+    "end_percent": (0.0, 1.0),
+    "min_tokens": (0, 1_000_000),
+}
+
+
+def check_request(request: SolAttentionRequest) -> None:
+    """Raise ValueError for a value that the node does not offer."""
+    for name, choices in CHOICES.items():
+        value = getattr(request, name)
+        if value not in choices:
+            raise ValueError(f"{name}: got {value!r}, need one of {', '.join(choices)}")
+    for name, (low, high) in RANGES.items():
+        value = getattr(request, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        whole = isinstance(low, float) or (number and value == int(value))
+        if not number or not whole or not low <= value <= high:
+            raise ValueError(f"{name}: got {value!r}, need {low} .. {high}")
+    for name in ("dense_layers", "fp8_layers"):
+        if not isinstance(getattr(request, name), str):
+            raise ValueError(
+                f"{name}: got {getattr(request, name)!r}, need a text such as '0-2,-1'"
+            )
+
+
 def resolve(request: SolAttentionRequest, adapter: ModelAdapter) -> AttentionSettings:
     """Fill in and check; raises ValueError or TypeError naming the input."""
+    check_request(request)
     if request.start_percent > request.end_percent:
         raise ValueError(
             f"start_percent: got {request.start_percent:g}, need at most end_percent "

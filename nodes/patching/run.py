@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import traceback
-from collections import deque
+from collections import Counter, deque
 from dataclasses import asdict, dataclass
 
 import torch
@@ -31,6 +31,7 @@ from ...kernels import (
     span_order,
 )
 from ..models import ModelAdapter
+from .latent_mark import LatentMark, mark_of
 from .layers import describe_layers
 from .override import installed
 from .plan import KEY
@@ -39,7 +40,7 @@ from .resolve import AttentionSettings
 from .steps import StepPolicy
 
 log = logging.getLogger("hopper_sol")
-KEPT_RUNS = 8
+KEPT_RUNS = 64
 DENSE_LAYER = "dense layer"
 
 
@@ -58,6 +59,8 @@ class ForwardInfo:
     why_dense: str | None
     block: int | None = None
     last_block: int | None = None
+    batch: int = 1
+    begun: bool = False
 
     def __deepcopy__(self, memo):
         # Some packs deep-copy transformer_options; a copy would count into nowhere.
@@ -70,7 +73,10 @@ class SolAttentionRuntime:
     def __init__(self, settings: AttentionSettings, adapter: ModelAdapter):
         self.settings = settings
         self.adapter = adapter
-        self.runs: deque[dict] = deque(maxlen=KEPT_RUNS)
+        # Sealed records, what their runs made, and how many runs of a prompt are no longer kept.
+        self.runs: deque[dict] = deque()
+        self.marks: deque[LatentMark | None] = deque()
+        self.dropped: Counter[str | None] = Counter()
         self._active: list[SolAttentionRun] = []
 
     def __deepcopy__(self, memo):
@@ -83,12 +89,12 @@ class SolAttentionRuntime:
         noise = kwargs.get("noise", args[0] if args else None)
         sigmas = kwargs.get("sigmas", args[3] if len(args) > 3 else None)
         run = SolAttentionRun(self, guider, noise, sigmas)
-        status, error = "failed", None
+        status, error, mark = "failed", None, None
         self._active.append(run)
         try:
             with installed(run, guider.model_options):
                 result = executor(*args, **kwargs)
-            status = "finished"
+            status, mark = "finished", mark_of(result)
             return result
         except BaseException as exception:
             error = f"{type(exception).__name__}: {exception}".strip(": ")
@@ -97,7 +103,14 @@ class SolAttentionRuntime:
             raise
         finally:
             self._active.remove(run)
-            self.runs.append(run.seal(status, error))
+            self._keep(run.seal(status, error), mark)
+
+    def _keep(self, record: dict, mark: LatentMark | None) -> None:
+        self.runs.append(record)
+        self.marks.append(mark)
+        while len(self.runs) > KEPT_RUNS:
+            self.dropped[self.runs.popleft()["prompt_id"]] += 1
+            self.marks.popleft()
 
     def prepare_state(self, patcher, timestep, *rest):
         """ON_PREPARE_STATE callback: the sigma of the coming evaluation, fetched once."""
@@ -161,7 +174,7 @@ class SolAttentionRun:
         """Close the record, log one line, return it."""
         record = self.record
         # A run that ended early may not have come as far as its first attention call.
-        unseen = record.forwards and not record.sparse_calls and not record.dense_calls
+        unseen = record.evaluations and not record.sparse_calls and not record.dense_calls
         if status == "finished" and unseen:
             record.notes.append(
                 "no self-attention call reached the override; another patch bypasses it"
@@ -197,6 +210,8 @@ class SolAttentionRun:
         t, h, w = self.adapter.grid(tuple(noise.shape))
         if t * h * w < self.settings.request.min_tokens:
             return
+        if all(self.steps.why_dense(sigma) for sigma in self.steps.sigmas[:-1]):
+            return
         reason = self.adapter.unsupported
         if reason is None and self.adapter.head_dim != 128:
             reason = f"head_dim {self.adapter.head_dim}, need 128"
@@ -222,19 +237,25 @@ class SolAttentionRun:
     def begin_forward(self, latent: torch.Tensor) -> ForwardInfo:
         """Decide what holds for a whole forward on ``latent`` (B, C, T, H, W)."""
         step = self.steps.index(self.sigma)
+        self.record.evaluation()
         if latent.dim() != 5:
             why = f"the latent has {latent.dim()} dimensions, need 5"
             return ForwardInfo(self, step, TokenLayout(), 0, why)
         grid = self.adapter.grid(tuple(latent.shape))
         tokens = grid[0] * grid[1] * grid[2]
-        self.record.forward(tokens, latent.shape[0])
         min_tokens = self.settings.request.min_tokens
         why = self.adapter.unsupported
         if why is None and tokens < min_tokens:
             why = f"{tokens} tokens < min_tokens {min_tokens}"
         why = why or self.steps.why_dense(self.sigma)
         layout = TokenLayout(video=(0, tokens), grid=grid)
-        return ForwardInfo(self, step, layout, tokens, why)
+        return ForwardInfo(self, step, layout, tokens, why, batch=latent.shape[0])
+
+    def reached(self, info: ForwardInfo) -> None:
+        """An attention call of the forward came by; counts the forward once."""
+        if not info.begun:
+            info.begun = True
+            self.record.forward(info.tokens, info.batch)
 
     def token_order(self, info: ForwardInfo, device) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(order, its inverse) on ``device``, or None for raster order. Kept for the run."""

@@ -62,6 +62,7 @@ def test_fp8_linears_are_not_in_this_version(comfy):
         ({"start_percent": 0.9, "end_percent": 0.1}, ["start_percent", "end_percent"]),
         ({"tau": 9.0}, ["tau"]),
         ({"estimator": "median"}, ["estimator"]),
+        ({"dense_layers": "1 2"}, ["dense_layers", "can't read '1 2'"]),
     ],
 )
 def test_bad_options(comfy, sol, inputs, words):
@@ -125,3 +126,47 @@ def test_option_without_a_backend_declines_with_a_reason(comfy, sol, plain):
 def test_sinks_without_conditioning_tokens_are_noted(comfy, sol):
     run = comfy.queue(comfy.graph([sol(sinks="kv")], cfg=1.0, save=False)).run()
     assert any("sinks kv" in note for note in run["notes"]) and run["sparse_calls"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("on_decline", "raise", ["on_decline: got 'raise'", "fallback, error"]),
+        ("dense_steps", -7, ["dense_steps: got -7", "-1 .. 1000"]),
+        ("dense_layers", 3, ["dense_layers: got 3", "need a text"]),
+        ("preset", "fast", ["preset: got 'fast'", "custom"]),
+    ],
+)
+def test_linked_values_are_checked_too(comfy, sol, node, name, value, words):
+    graph = comfy.graph([sol()], report=False)
+    graph["any"] = node("ProbeAny", value=str(value), number=isinstance(value, int))
+    graph["sol"]["inputs"][name] = ["any", 0]
+    said = comfy.refused(graph)
+    assert all(word in said for word in words), said
+
+
+def test_linked_file_name(comfy, node):
+    graph = comfy.graph(report=False)
+    graph["any"] = node("ProbeAny", value="tiny.safetensors", number=False)
+    graph["load"]["inputs"]["file"] = ["any", 0]
+    assert comfy.queue(graph).latent() is not None
+    graph["any"] = node("ProbeAny", value="5", number=True)
+    assert "file: got 5" in comfy.refused(graph)
+
+
+def test_nothing_to_decline_is_no_error(comfy, sol, plain):
+    """Every step is dense by request, so the missing backend does not matter."""
+    options = {"smoothing": "block", "precision": "fp8", "on_decline": "error", "dense_steps": 6}
+    assert torch.equal(comfy.queue(comfy.graph([sol(**options)])).latent(), plain)
+
+
+def test_minimal_prompt(comfy, node):
+    """What has a default can be left out."""
+    graph = comfy.graph([("sol", "HopperSolAttention", {})], report=False)
+    del graph["load"]["inputs"]["linear_precision"]
+    for name in ("positive", "negative"):
+        graph[name]["inputs"] = {"model": ["load", 0]}
+    graph["frames"] = node("HopperSolLatentPreviewFrames", latent=["sample", 0], model=["sol", 0])
+    graph["images"] = node("SaveImage", images=["frames", 0], filename_prefix="test")
+    result = comfy.queue(graph)
+    assert len(result.outputs["images"]["images"]) == 9  # 3 latent frames: 1 + 4 + 4

@@ -234,6 +234,28 @@ class ProbeState:
         return {"ui": {"probe": [json.dumps(state)]}}
 
 
+class AnyType(str):
+    """Connects to everything, as some packs' nodes do."""
+
+    def __ne__(self, other):
+        return False
+
+
+class ProbeAny:
+    """A value of any type from a link, which ComfyUI does not check against the widget."""
+
+    RETURN_TYPES = (AnyType("*"),)
+    FUNCTION = "give"
+    CATEGORY = "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"value": ("STRING", {}), "number": ("BOOLEAN", {})}}
+
+    def give(self, value, number):
+        return (int(value) if number else value,)
+
+
 NODE_CLASS_MAPPINGS = {
     node.__name__: node
     for node in (
@@ -242,6 +264,7 @@ NODE_CLASS_MAPPINGS = {
         ProbeForward,
         ProbeInterrupt,
         ProbeKernel,
+        ProbeAny,
         ProbeRead,
         ProbeState,
     )

@@ -9,6 +9,13 @@ from safetensors.torch import save_file
 from hopper_sol.nodes.models.checkpoint import CheckpointFacts, inspect_checkpoint
 
 DIM, FFN = 128, 192
+BLOCK_KEYS = (
+    *(f"self_attn.{n}.weight" for n in "qkvo"),
+    *(f"cross_attn.{n}.weight" for n in "qkvo"),
+    "ffn.0.weight",
+    "ffn.2.weight",
+    "modulation",
+)
 
 
 def wan(*, prefix="", blocks=2, dim=DIM, in_channels=16, out_channels=16, dtype=torch.bfloat16):
@@ -21,6 +28,8 @@ def wan(*, prefix="", blocks=2, dim=DIM, in_channels=16, out_channels=16, dtype=
     for index in range(blocks):
         tensors[f"blocks.{index}.self_attn.q.weight"] = torch.zeros(dim, dim)
         tensors[f"blocks.{index}.ffn.0.weight"] = torch.zeros(FFN, dim)
+        for key in BLOCK_KEYS:
+            tensors.setdefault(f"blocks.{index}.{key}", torch.zeros(1))
     return {prefix + key: tensor.to(dtype) for key, tensor in tensors.items()}
 
 
@@ -77,6 +86,33 @@ def test_inspect_prefixed_keys(prefix, write):
 def test_inspect_counts_blocks_by_their_number(write):
     """Ten and more: '10' sorts before '2'."""
     assert inspect_checkpoint(write(wan(blocks=12))).num_blocks == 12
+
+
+@pytest.mark.parametrize("key", BLOCK_KEYS)
+def test_inspect_refuses_a_block_without(key, write):
+    tensors = wan(prefix="net.", blocks=3)
+    del tensors[f"net.blocks.1.{key}"]
+    said = refused(write(tensors))
+    assert said.startswith(
+        f"model.safetensors: lacks 1 tensors of its 3 blocks, such as net.blocks.1.{key}"
+    )
+    assert "shards" in said
+
+
+def test_inspect_refuses_a_gap(write):
+    """One of several shards may hold blocks 0 and 2."""
+    tensors = {k: v for k, v in wan(blocks=3).items() if not k.startswith("blocks.1.")}
+    assert f"lacks {len(BLOCK_KEYS)} tensors of its 3 blocks" in refused(write(tensors))
+
+
+def test_inspect_refuses_another_patch_embedding(write):
+    said = refused(write({**wan(), "patch_embedding.weight": torch.zeros(8)}))
+    assert "model.safetensors: patch_embedding is not a 3-D convolution" in said
+
+
+def test_inspect_ignores_blocks_that_are_no_numbers(write):
+    tensors = {**wan(), "blocks.extra.weight": torch.zeros(1)}
+    assert inspect_checkpoint(write(tensors)).num_blocks == 2
 
 
 def test_inspect_ignores_other_models_in_the_file(write):

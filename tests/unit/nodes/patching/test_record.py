@@ -153,10 +153,28 @@ def test_seal_no_calls():
 def test_a_run_without_steps_keeps_one_row():
     """An empty schedule has no steps; a run sets one row aside for calls that come all the same."""
     record = recorder(steps=1, blocks=1)
-    record.dense("dense last step", 0, None)
-    record.sparse(stats(), OUT, 0, None)
+    record.dense("dense last step", 0, 0)
+    record.sparse(stats(), OUT, 0, 0)
     sealed = record.seal("finished")
     assert sealed["map"] == [[0.875]]
+
+
+def test_a_dense_call_of_no_known_block_is_not_drawn():
+    record = recorder()
+    record.dense("block index unknown", 0, None)
+    sealed = record.seal("finished")
+    assert sealed["dense_calls"] == {"block index unknown": 1}
+    assert sealed["map"][0] == [None, None, None]
+
+
+def test_evaluations_and_forwards_are_counted_apart():
+    """A cache of another node may answer an evaluation without a forward."""
+    record = recorder()
+    record.evaluation()
+    record.evaluation()
+    record.forward(256, 1)
+    sealed = record.seal("finished")
+    assert (sealed["evaluations"], sealed["forwards"]) == (2, 1)
 
 
 def test_a_step_past_the_last_counts_as_the_last():
@@ -279,8 +297,8 @@ def test_summary_line_says_it_all():
     record.sparse(stats((1, 1), precision="fp8"), OUT, 1, 1)
     line = summary_line(record.seal("finished"))
     assert line.startswith(
-        "finished: 4 self-attention calls, 1 sparse (1 FP8), 3 dense (dense step 2, "
-        "attention mask 1), density 25.0%; 256 tokens, backend reference, "
+        "finished: 4 self-attention calls, 1 sparse (1 FP8), 3 dense (2 x dense step, "
+        "1 x attention mask), density 25.0%; 256 tokens, backend reference, "
     )
     assert "\n" not in line
 
@@ -291,6 +309,6 @@ def test_summary_line_all_dense():
     record.dense("135 tokens < min_tokens 8192", 0, 0)
     line = summary_line(record.seal("interrupted"))
     assert line.startswith(
-        "interrupted: 1 self-attention calls, 0 sparse, 1 dense (135 tokens < min_tokens 8192 1); "
+        "interrupted: 1 self-attention calls, 0 sparse, 1 dense (1 x 135 tokens < min_tokens 8192); "
         "135 tokens, backend none, "
     )

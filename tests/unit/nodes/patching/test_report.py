@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from hopper_sol.nodes.patching.latent_mark import mark_of
 from hopper_sol.nodes.patching.report import (
     report_dump,
     report_json,
@@ -58,42 +59,76 @@ def run(**changes):
     return {**record, **changes}
 
 
-def report(*runs, earlier=False):
-    return report_json(list(runs), earlier, {"torch": "2.13.0", "comfyui": None})
+def report(*runs, source="this_prompt", dropped=0):
+    return report_json(list(runs), source, {"torch": "2.13.0", "comfyui": None}, dropped)
+
+
+def mark(value, shape=(1, 16, 3, 8, 8)):
+    return mark_of(torch.full(shape, float(value)))
+
+
+def reported(runs, made, latent, prompt_id):
+    """(node ids, which made the latent, source) of what is reported; ``made`` marks by run."""
+    found, source = runs_to_report(runs, made, latent, prompt_id)
+    return [r["node_id"] for r in found], [r["made_this_latent"] for r in found], source
+
+
+RUNS = [
+    run(prompt_id="p1", node_id="a"),
+    run(prompt_id="p1", node_id="b"),
+    run(prompt_id="p2", node_id="a"),
+]
+MARKS = [mark(1), mark(2), mark(3)]
 
 
 def test_runs_to_report_takes_the_executing_prompt():
-    runs = [run(prompt_id="p1"), run(prompt_id="p2"), run(prompt_id="p1", node_id="7")]
-    assert runs_to_report(runs, "p1") == ([runs[0], runs[2]], False)
-    assert runs_to_report(runs, "p2") == ([runs[1]], False)
+    assert reported(RUNS, MARKS, mark(2), "p1") == (["a", "b"], [False, True], "this_prompt")
+    assert reported(RUNS, MARKS, mark(3), "p2") == (["a"], [True], "this_prompt")
 
 
-def test_runs_to_report_cached_sampler_shows_the_last_prompt():
-    runs = [run(prompt_id="p1"), run(prompt_id="p2"), run(prompt_id="p2", node_id="7")]
-    assert runs_to_report(runs, "p3") == ([runs[1], runs[2]], True)
+def test_runs_to_report_cached_sampler_shows_the_run_that_made_the_latent():
+    """Not the last run of the model: another prompt may have come in between."""
+    assert reported(RUNS, MARKS, mark(2), "p3") == (["a", "b"], [False, True], "earlier_prompt")
+    assert reported(RUNS, MARKS, mark(1), "p3") == (["a"], [True], "earlier_prompt")
+
+
+@pytest.mark.parametrize("latent", [mark(9), mark(2, shape=(1, 16, 3, 8, 9)), None])
+def test_runs_to_report_of_a_latent_that_no_run_made(latent):
+    """The sampler ran another model, or had no steps."""
+    assert reported(RUNS, MARKS, latent, "p3") == (["a"], [False], "unrelated")
+
+
+def test_runs_to_report_an_aborted_run_made_nothing():
+    assert reported(RUNS[:1], [None], mark(1), "p3") == (["a"], [False], "unrelated")
 
 
 def test_runs_to_report_without_prompt_ids_takes_the_last_run():
-    """ComfyUI of 2025 does not tell which prompt is executing."""
     runs = [run(prompt_id=None), run(prompt_id=None, node_id="7")]
-    assert runs_to_report(runs, None) == ([runs[1]], False)
-
-
-def test_runs_to_report_runs_without_a_prompt_are_not_of_this_one():
-    runs = [run(prompt_id=None)]
-    assert runs_to_report(runs, "p1") == (runs, True)
+    assert reported(runs, MARKS[:2], mark(1), None) == (["7"], [False], "this_prompt")
 
 
 @pytest.mark.parametrize("prompt_id", [None, "p1"])
 def test_runs_to_report_nothing(prompt_id):
-    assert runs_to_report([], prompt_id) == ([], False)
+    assert runs_to_report([], [], mark(1), prompt_id) == ([], "this_prompt")
+
+
+def test_mark_of_survives_half_precision_and_tells_noise_apart():
+    latent = torch.randn(1, 16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    other = torch.randn(1, 16, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    assert mark_of(latent).matches(mark_of(latent.half()))
+    assert mark_of(latent).matches(mark_of(latent.bfloat16()))
+    assert not mark_of(latent).matches(mark_of(other))
+    assert not mark_of(latent).matches(None)
+    broken = torch.full((4,), float("nan"))
+    assert mark_of(broken).matches(mark_of(broken.clone()))
+    assert mark_of("no latent") is None and mark_of(torch.zeros(0)) is None
 
 
 def test_report_json_has_a_schema_version():
     data = report(run())
     assert data["schema_version"] == 1
     assert data["pack"] == "hopper-sol"
-    assert data["from_earlier_prompt"] is False
+    assert (data["source"], data["dropped_runs"]) == ("this_prompt", 0)
     assert data["versions"] == {"torch": "2.13.0", "comfyui": None}
     assert data["runs"] == [run()]
 
@@ -117,7 +152,7 @@ def test_report_dump_is_one_line_of_json():
         "  passed on 1 calls: outside the patched model",
         "  cast      2 calls from float16 to bfloat16",
         "  backend   sm90 declined: needs SM90, this GPU is SM89",
-        "  WARNING   non-finite output in 2 calls at step 2, layer 1",
+        "  WARNING   non-finite output in 2 calls at step 2, layer 1 (it may have come in with the input)",
         "  note      backend 'triton' failed and was switched off: RuntimeError: boom",
         "  error     ValueError: too hot",
     ],
@@ -140,9 +175,23 @@ def test_report_text_numbers_several_runs():
 
 
 def test_report_text_earlier_run_says_so():
-    text = report_text(report(run(), earlier=True))
-    assert text.startswith("The sampler did not run in this prompt")
-    assert "did not run" not in report_text(report(run()))
+    earlier = report_text(report(run(), source="earlier_prompt"))
+    assert earlier.startswith("The sampler's output was reused")
+    unrelated = report_text(report(run(), source="unrelated"))
+    assert unrelated.startswith("In this prompt no sampler run of this model made this latent")
+    assert report_text(report(run())).startswith("finished: ")
+
+
+def test_report_text_says_what_is_no_longer_kept():
+    assert "3 earlier runs of this prompt" in report_text(report(run(), dropped=3))
+
+
+def test_report_text_counts_steps_without_attention():
+    skipped = run(map=[[1.0, 1.0], [None, None], [None, None]])
+    assert "  skipped   2 of 3 steps made no attention call" in report_text(report(skipped))
+    assert "skipped" not in report_text(report(run()))
+    aborted = run(map=skipped["map"], status="interrupted")
+    assert "skipped" not in report_text(report(aborted))
 
 
 def test_report_text_keeps_a_flood_of_warnings_short():

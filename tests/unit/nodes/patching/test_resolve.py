@@ -6,7 +6,7 @@ import pytest
 
 from hopper_sol.nodes.models.wan import WanAdapter
 from hopper_sol.nodes.patching.plan import SolAttentionRequest
-from hopper_sol.nodes.patching.resolve import SMOOTHING, resolve
+from hopper_sol.nodes.patching.resolve import RANGES, SMOOTHING, resolve
 
 
 def wan(blocks, heads):
@@ -168,3 +168,41 @@ def test_request_defaults_are_those_of_the_node():
             "token_order", "kv_splits",
         )
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("estimator", "median"),
+        ("precision", "FP8"),
+        ("smoothing", "bogus"),
+        ("sinks", "bogus"),
+        ("token_order", "bogus"),
+        ("on_decline", "raise"),
+        ("kv_splits", "3"),
+        ("kv_splits", 2),
+        ("tau", 8.5),
+        ("tau", "1"),
+        ("dense_steps", -2),
+        ("dense_steps", 1.5),
+        ("dense_last_steps", -1),
+        ("start_percent", -0.1),
+        ("end_percent", 1.1),
+        ("min_tokens", -1),
+        ("min_tokens", True),
+        ("dense_layers", 3),
+        ("fp8_layers", None),
+    ],
+)
+def test_resolve_checks_what_comes_through_a_link(name, value, make_adapter):
+    """ComfyUI checks widgets, not linked values."""
+    with pytest.raises((ValueError, TypeError), match=f"^{name}: got "):
+        resolve(replace(SolAttentionRequest(), **{name: value}), make_adapter())
+
+
+def test_resolve_takes_the_ends_of_every_range(make_adapter):
+    for name, ends in RANGES.items():
+        for value in ends:
+            other = {"start_percent": "end_percent", "end_percent": "start_percent"}.get(name)
+            both = {name: value, **({other: value} if other else {})}
+            resolve(replace(SolAttentionRequest(), **both), make_adapter())

@@ -212,7 +212,8 @@ def test_runs_kept_are_few(make_sampler):
     sampler = make_sampler()
     for _ in range(run_module.KEPT_RUNS + 3):
         sampler.run(lambda: None)
-    assert len(sampler.runtime.runs) == run_module.KEPT_RUNS == 8
+    assert len(sampler.runtime.runs) == len(sampler.runtime.marks) == run_module.KEPT_RUNS
+    assert sum(sampler.runtime.dropped.values()) == 3
 
 
 def test_run_inside_a_run_keeps_its_own_record(make_sampler):
@@ -370,7 +371,9 @@ def test_apply_model_publishes_what_holds_for_a_forward(by, make_sampler, execut
     assert [info.why_dense for info in seen] == [
         "315 tokens < min_tokens 400", None, "dense step",
     ]  # fmt: skip
-    assert sampler.report["batch"] == 2
+    assert [info.batch for info in seen] == [2, 2, 2]
+    # No attention call came by: three evaluations, no forward.
+    assert (sampler.report["evaluations"], sampler.report["forwards"]) == (3, 0)
     assert options["sigmas"] == 1
 
 
@@ -450,7 +453,7 @@ def test_run_logs_plan_and_summary(make_sampler, logs):
     sampler.run()
     plan, summary = (record.getMessage() for record in logs(logging.INFO))
     assert "steps 1 dense, 2-4 sparse; dense layers none" in plan
-    assert "16 self-attention calls, 12 sparse, 4 dense (dense step 4)" in summary
+    assert "16 self-attention calls, 12 sparse, 4 dense (4 x dense step)" in summary
     assert logs(logging.WARNING) == []
 
 
