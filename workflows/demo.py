@@ -324,7 +324,7 @@ def summary(run: Mapping[str, Any], video: str, picture: str) -> str:
         sparse += f" ({', '.join(run['backend'])})"
     dense = f"dense {sum(run['dense_calls'].values())}"
     if run["dense_calls"]:
-        reasons = (f"{reason} {count}" for reason, count in run["dense_calls"].items())
+        reasons = (f"{count} x {reason}" for reason, count in run["dense_calls"].items())
         dense += f" ({', '.join(reasons)})"
     text = f"{seen} of {expected} self-attention calls counted: {sparse}, {dense}"
     if run.get("density") is not None:

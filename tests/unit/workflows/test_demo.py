@@ -131,7 +131,7 @@ RUN = {
 def test_summary(demo):
     assert demo.summary(RUN, "out/demo.mp4", "out/report.png") == (
         "48 of 48 self-attention calls counted: sparse 36 (reference), "
-        "dense 12 (dense step 8, dense layer 4), density 0.29 -> out/demo.mp4, out/report.png"
+        "dense 12 (8 x dense step, 4 x dense layer), density 0.29 -> out/demo.mp4, out/report.png"
     )
 
 
