@@ -139,7 +139,7 @@ def test_summary_all_dense(demo):
     reason = "no backend: triton is not installed"
     run = {**RUN, "sparse_calls": 0, "dense_calls": {reason: 48}, "density": None, "backend": {}}
     assert demo.summary(run, "v", "p") == (
-        f"48 of 48 self-attention calls counted: sparse 0, dense 48 ({reason} 48) -> v, p"
+        f"48 of 48 self-attention calls counted: sparse 0, dense 48 (48 x {reason}) -> v, p"
     )
 
 
