@@ -3,6 +3,7 @@
 from .arch import DeviceFacts, device_facts
 from .errors import BackendUnavailable, UnknownBackend
 from .sol_attn import (
+    HEAD_DIM,
     SolAttnCall,
     SolAttnConfig,
     SolAttnStats,
@@ -18,6 +19,7 @@ from .sol_attn import (
 )
 
 __all__ = [
+    "HEAD_DIM",
     "BackendUnavailable",
     "DeviceFacts",
     "SolAttnCall",

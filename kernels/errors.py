@@ -25,6 +25,7 @@ class BackendUnavailable(RuntimeError):
         op: name of the public op.
         backend: what the caller asked for ("auto" or a name).
         reasons: every candidate with the reason it declined.
+        listed: the reasons in one line.
     """
 
     def __init__(self, op: str, backend: str, reasons: Mapping[str, str]):
@@ -32,8 +33,9 @@ class BackendUnavailable(RuntimeError):
         self.backend = backend
         self.reasons = dict(reasons)
         listed = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+        self.listed = listed or "no backend is registered"
         if backend == "auto":
-            text = f"no backend can run {op}: {listed}"
+            text = f"no backend can run {op}: {self.listed}"
         else:
-            text = f"backend {backend!r} can't run {op}: {self.reasons.get(backend, listed)}"
+            text = f"backend {backend!r} can't run {op}: {self.reasons.get(backend, self.listed)}"
         super().__init__(text)

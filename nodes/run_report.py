@@ -7,6 +7,7 @@ from comfy_api.latest import io, ui
 
 from .patching import report
 from .patching.apply import runtime_of
+from .patching.history import Selection
 from .patching.latent_mark import mark_of
 from .patching.run import executing
 from .schema import schema
@@ -50,15 +51,14 @@ class HopperSolRunReport(io.ComfyNode):
     def execute(cls, latent, model) -> io.NodeOutput:
         runtime = runtime_of(model)
         prompt_id, _ = executing()
-        runs, source, dropped = [], "this_prompt", 0
+        selection = Selection([])
         if runtime:
-            mark = mark_of(latent["samples"])
-            runs, source = report.runs_to_report(
-                list(runtime.runs), list(runtime.marks), mark, prompt_id
-            )
-            dropped = runtime.dropped[runs[0]["prompt_id"]] if runs else 0
-        data = report.report_json(runs, source, _versions(), dropped)
-        text = report.report_text(data) if runs else report.NO_RUN if runtime else report.NOTHING
+            selection = runtime.history.select(mark_of(latent["samples"]), prompt_id)
+        data = report.report_json(selection, _versions())
+        if selection.runs:
+            text = report.report_text(data)
+        else:
+            text = report.NO_RUN if runtime else report.NOTHING
         picture = report.report_picture(data)
         dump = report.report_dump(data)
         shown = {**ui.PreviewImage(picture, cls=cls).as_dict(), "text": [text], "json": [dump]}

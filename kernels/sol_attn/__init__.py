@@ -3,7 +3,7 @@
 import torch
 
 from ..registry import Backend, register
-from .config import SolAttnCall, SolAttnConfig, SolAttnStats, TokenLayout
+from .config import HEAD_DIM, SolAttnCall, SolAttnConfig, SolAttnStats, TokenLayout
 from .op import (
     OP,
     check_inputs,
@@ -37,6 +37,7 @@ register(
 )
 
 __all__ = [
+    "HEAD_DIM",
     "SolAttnCall",
     "SolAttnConfig",
     "SolAttnStats",

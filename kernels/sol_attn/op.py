@@ -10,6 +10,7 @@ import torch
 
 from .. import registry
 from ..arch import device_facts
+from ..errors import BackendUnavailable
 from .config import (
     HEAD_DIM,
     SolAttnCall,
@@ -104,15 +105,11 @@ def why_not(call: SolAttnCall, backend: str = "auto") -> str | None:
 
     For "auto": the reasons of all backends, if every one of them declines.
     """
-    if backend != "auto":
-        return registry.get(OP, backend).why_not(call)
-    reasons = []
-    for name in list_backends():
-        reason = registry.get(OP, name).why_not(call, automatic=True)
-        if reason is None:
-            return None
-        reasons.append(f"{name}: {reason}")
-    return "; ".join(reasons) or "no backend is registered"
+    try:
+        registry.select(OP, call, backend)
+    except BackendUnavailable as unavailable:
+        return unavailable.reasons.get(backend) or unavailable.listed
+    return None
 
 
 def choose_backend(

@@ -3,12 +3,12 @@
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
 
 SCHEMA_VERSION = 1
-UNSEEN, DENSE, SPARSE, FP8 = "unseen", "dense", "sparse", "fp8"
 
 
 def outliving():
@@ -44,7 +44,7 @@ class RunRecorder:
         self.precisions: Counter[str] = Counter()
         self.casts: Counter[str] = Counter()
         self.declined: dict[str, str] = {}
-        self._kinds: dict[tuple[int, int], Counter[str]] = {}
+        self._dense_at: Counter[tuple[int, int]] = Counter()  # (step, layer)
         # Per device: (steps, blocks, 3) sums of density, calls and calls with non-finite output.
         self._sums: dict[torch.device, torch.Tensor] = {}
         self._lock = threading.Lock()
@@ -73,9 +73,14 @@ class RunRecorder:
         with self._lock:
             self.dense_calls[reason] += 1
             if layer is not None:
-                self._kind(step, layer)[DENSE] += 1
+                self._dense_at[self._cell(step, layer)] += 1
 
-    def sparse(self, stats, out: torch.Tensor, step: int, layer: int | None) -> None:
+    def note_declined(self, reasons: Mapping[str, str]) -> None:
+        """Backends that were passed over, with reasons."""
+        with self._lock:
+            self.declined.update(reasons)
+
+    def sparse(self, stats, out: torch.Tensor, step: int, layer: int) -> None:
         """A self-attention call was computed by us; ``stats`` is its SolAttnStats."""
         fp8 = stats.precision == "fp8"
         with self._lock:
@@ -85,15 +90,13 @@ class RunRecorder:
             self.precisions[stats.precision] += 1
             if stats.cast_from is not None:
                 self.casts[str(stats.cast_from).removeprefix("torch.")] += 1
-            self.declined.update(stats.declined)
-            self._kind(step, layer)[FP8 if fp8 else SPARSE] += 1
             sums = self._sums.get(out.device)
             if sums is None:
                 with outliving():
                     sums = torch.zeros(self.num_steps, self.num_blocks, 3, device=out.device)
                 self._sums[out.device] = sums
             # In place and on the device: nothing here waits for the GPU or outlives the call.
-            cell = sums[min(step, self.num_steps - 1), layer or 0]
+            cell = sums[self._cell(step, layer)]
             cell[0] += stats.exact_blocks.float().mean() / stats.num_kv_blocks
             cell[1] += 1
             if self.check_finite:
@@ -144,9 +147,8 @@ class RunRecorder:
             "notes": list(self.notes),
         }
 
-    def _kind(self, step: int, layer: int | None) -> Counter:
-        cell = (min(step, self.num_steps - 1), layer or 0)
-        return self._kinds.setdefault(cell, Counter())
+    def _cell(self, step: int, layer: int) -> tuple[int, int]:
+        return min(step, self.num_steps - 1), layer
 
     def _map(self, density: torch.Tensor, calls: torch.Tensor) -> list[list]:
         """[step][layer]: mean density of its calls, dense ones counted as 1; None where unseen."""
@@ -154,7 +156,7 @@ class RunRecorder:
         for step in range(self.num_steps):
             row = []
             for layer in range(self.num_blocks):
-                dense = self._kinds.get((step, layer), Counter())[DENSE]
+                dense = self._dense_at[step, layer]
                 seen = dense + float(calls[step, layer])
                 mean = (dense + float(density[step, layer])) / seen if seen else None
                 row.append(None if mean is None else round(mean, 4))

@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from .latent_mark import LatentMark
+from .history import EARLIER_PROMPT, UNRELATED, Selection
 from .record import SCHEMA_VERSION, summary_line
 
 NOTHING = (
@@ -15,12 +15,17 @@ NO_RUN = (
     "Hopper-Sol: no sampler has run this model. Check that the sampler's model input comes through "
     "the Sol Attention node."
 )
-EARLIER = "The sampler's output was reused; the run that made this latent, in an earlier prompt:"
-UNRELATED = (
-    "In this prompt no sampler run of this model made this latent: the sampler used another model "
-    "or had no steps, or its output was reused and is no longer on record. For information only, "
-    "the last run of this model, in an earlier prompt:"
-)
+# What stands above runs that this prompt did not make.
+_SOURCES = {
+    EARLIER_PROMPT: (
+        "The sampler's output was reused; the run that made this latent, in an earlier prompt:"
+    ),
+    UNRELATED: (
+        "In this prompt no sampler run of this model made this latent: the sampler used another "
+        "model or had no steps, or its output was reused and is no longer on record. For "
+        "information only, the last run of this model, in an earlier prompt:"
+    ),
+}
 
 _CELL = (12, 32)  # pixels of a map cell, least and most
 _MAP_WIDTH = 480  # pixels that a map fills if its cells may be that large
@@ -28,62 +33,21 @@ _MARGIN = (56, 40)  # left, top
 _UNSEEN = (90, 90, 90)
 
 
-def runs_to_report(
-    runs: list[dict],
-    marks: list[LatentMark | None],
-    latent: LatentMark | None,
-    prompt_id: str | None,
-) -> tuple[list[dict], str]:
-    """Which runs to report for a latent, and where they come from.
-
-    Args:
-        runs: all kept runs of the model, oldest first.
-        marks: of what each run made.
-        latent: mark of the latent that the report is about.
-        prompt_id: of the prompt that is executing, None where ComfyUI does not tell.
-
-    Returns:
-        Copies of the runs with ``made_this_latent``; and "this_prompt", "earlier_prompt" (they end
-        with the run that made the latent) or "unrelated" (the last prompt that sampled the model).
-    """
-    made = [latent is not None and latent.matches(mark) for mark in marks]
-    marked = [{**run, "made_this_latent": m} for run, m in zip(runs, made, strict=True)]
-    own = [run for run in marked if prompt_id is not None and run["prompt_id"] == prompt_id]
-    if own or not marked:
-        return own, "this_prompt"
-    if prompt_id is None:
-        return marked[-1:], "this_prompt"
-    if any(made):
-        last = len(made) - 1 - made[::-1].index(True)
-        source, where = marked[: last + 1], "earlier_prompt"
-    else:
-        source, where = marked, "unrelated"
-    return [run for run in source if run["prompt_id"] == source[-1]["prompt_id"]], where
-
-
-def report_json(runs: list[dict], source: str, versions: dict, dropped: int = 0) -> dict:
-    """The report as data; ``schema_version`` grows when a field changes its meaning.
-
-    ``source`` as ``runs_to_report`` says; ``dropped`` counts runs of the same prompt that are no
-    longer kept.
-    """
+def report_json(selection: Selection, versions: dict) -> dict:
+    """The report as data; ``schema_version`` grows when a field changes its meaning."""
     return {
         "schema_version": SCHEMA_VERSION,
         "pack": "hopper-sol",
         "versions": versions,
-        "source": source,
-        "dropped_runs": dropped,
-        "runs": runs,
+        "source": selection.source,
+        "dropped_runs": selection.dropped,
+        "runs": selection.runs,
     }
 
 
 def report_text(report: dict) -> str:
     """The report for a person, one paragraph a run."""
-    lines = []
-    if report["source"] == "earlier_prompt":
-        lines.append(EARLIER)
-    elif report["source"] == "unrelated":
-        lines.append(UNRELATED)
+    lines = [_SOURCES[report["source"]]] if report["source"] in _SOURCES else []
     if report["dropped_runs"]:
         lines.append(
             f"{report['dropped_runs']} earlier runs of this prompt are no longer on record."

@@ -67,10 +67,12 @@ def check_request(request: SolAttentionRequest) -> None:
             raise ValueError(f"{name}: got {value!r}, need one of {', '.join(choices)}")
     for name, (low, high) in RANGES.items():
         value = getattr(request, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        whole = isinstance(low, float) or (number and value == int(value))
-        if not number or not whole or not low <= value <= high:
-            raise ValueError(f"{name}: got {value!r}, need {low} .. {high}")
+        kinds, what = (
+            ((int,), "a whole number") if isinstance(low, int) else ((int, float), "a number")
+        )
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high:  # NaN is not in any range
+            raise ValueError(f"{name}: got {value!r}, need {what} in {low} .. {high}")
     for name in ("dense_layers", "fp8_layers"):
         if not isinstance(getattr(request, name), str):
             raise ValueError(

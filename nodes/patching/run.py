@@ -13,12 +13,12 @@ import logging
 import os
 import threading
 import traceback
-from collections import Counter, deque
 from dataclasses import asdict, dataclass
 
 import torch
 
 from ...kernels import (
+    HEAD_DIM,
     BackendUnavailable,
     SolAttnCall,
     SolAttnStats,
@@ -31,7 +31,8 @@ from ...kernels import (
     span_order,
 )
 from ..models import ModelAdapter
-from .latent_mark import LatentMark, mark_of
+from .history import RunHistory
+from .latent_mark import mark_of
 from .layers import describe_layers
 from .override import installed
 from .plan import KEY
@@ -40,7 +41,6 @@ from .resolve import AttentionSettings
 from .steps import StepPolicy
 
 log = logging.getLogger("hopper_sol")
-KEPT_RUNS = 64
 DENSE_LAYER = "dense layer"
 
 
@@ -73,10 +73,7 @@ class SolAttentionRuntime:
     def __init__(self, settings: AttentionSettings, adapter: ModelAdapter):
         self.settings = settings
         self.adapter = adapter
-        # Sealed records, what their runs made, and how many runs of a prompt are no longer kept.
-        self.runs: deque[dict] = deque()
-        self.marks: deque[LatentMark | None] = deque()
-        self.dropped: Counter[str | None] = Counter()
+        self.history = RunHistory()
         self._active: list[SolAttentionRun] = []
 
     def __deepcopy__(self, memo):
@@ -103,14 +100,7 @@ class SolAttentionRuntime:
             raise
         finally:
             self._active.remove(run)
-            self._keep(run.seal(status, error), mark)
-
-    def _keep(self, record: dict, mark: LatentMark | None) -> None:
-        self.runs.append(record)
-        self.marks.append(mark)
-        while len(self.runs) > KEPT_RUNS:
-            self.dropped[self.runs.popleft()["prompt_id"]] += 1
-            self.marks.popleft()
+            self.history.add(run.seal(status, error), mark)
 
     def prepare_state(self, patcher, timestep, *rest):
         """ON_PREPARE_STATE callback: the sigma of the coming evaluation, fetched once."""
@@ -213,8 +203,8 @@ class SolAttentionRun:
         if all(self.steps.why_dense(sigma) for sigma in self.steps.sigmas[:-1]):
             return
         reason = self.adapter.unsupported
-        if reason is None and self.adapter.head_dim != 128:
-            reason = f"head_dim {self.adapter.head_dim}, need 128"
+        if reason is None:
+            reason = _why_not_head_dim(self.adapter.head_dim)
         if reason is None:
             shape = (1, t * h * w, self.adapter.num_heads, self.adapter.head_dim)
             dtype = _compute_dtype(self.patcher)
@@ -289,20 +279,17 @@ class SolAttentionRun:
             return "block index unknown"
         if layer in self.settings.dense_layers:
             return DENSE_LAYER
-        if head_dim != 128:
-            return f"head_dim {head_dim}, need 128"
-        return None
+        return _why_not_head_dim(head_dim)
 
-    def compute(self, info: ForwardInfo, layer: int | None, q, k, v, scale):
+    def compute(self, info: ForwardInfo, layer: int, q, k, v, scale):
         """Our attention of (B, T, H, 128) tensors: (output, None) or (None, reason)."""
         config = self.settings.config(layer)
         call = SolAttnCall(tuple(q.shape), q.dtype, device_facts(q.device), config, info.layout)
         try:
-            name, _ = choose_backend(call, exclude=frozenset(self._failed))
+            name, declined = choose_backend(call, exclude=frozenset(self._failed))
         except BackendUnavailable as unavailable:
-            reasons = "; ".join(f"{n}: {why}" for n, why in unavailable.reasons.items())
-            self.record.declined.update(unavailable.reasons)
-            return None, self._declined(f"no backend ({reasons})")
+            self.record.note_declined(unavailable.reasons)
+            return None, self._declined(f"no backend ({unavailable.listed})")
         stats = SolAttnStats()
         try:
             q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -316,6 +303,8 @@ class SolAttentionRun:
                 out = out.index_select(1, order[1])
         except Exception as error:
             return None, self._failure(name, error, q.device)
+        # The op was asked for one backend by name; who was passed over for it is known here.
+        self.record.note_declined(declined)
         self.record.sparse(stats, out, info.step, layer)
         return out, None
 
@@ -352,6 +341,10 @@ class SolAttentionRun:
             )  # fmt: skip
             self.record.notes.append(f"backend {backend!r} failed and was switched off: {what}")
         return f"backend {backend!r} failed"
+
+
+def _why_not_head_dim(head_dim: int) -> str | None:
+    return None if head_dim == HEAD_DIM else f"head_dim {head_dim}, need {HEAD_DIM}"
 
 
 def _compute_dtype(patcher) -> torch.dtype:

@@ -82,7 +82,8 @@ def test_requirements_leave_comfyui_its_own():
 def test_comfy_section():
     comfy = PYPROJECT["tool"]["comfy"]
     assert "web" not in comfy, "WEB_DIRECTORY serves web/ already; both would load it twice"
-    assert comfy["PublisherId"] and comfy["DisplayName"]
+    # PublisherId is empty until the pack is published; an invented one would be someone else's.
+    assert "PublisherId" in comfy and comfy["DisplayName"]
     assert re.fullmatch(r">=\d+\.\d+\.\d+", comfy["requires-comfyui"])
     assert read("__init__.py").count('WEB_DIRECTORY = "./web"') == 1
 

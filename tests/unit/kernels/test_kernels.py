@@ -53,6 +53,6 @@ def test_kernels_import_and_run_without_compilers_or_comfyui(tmp_path):
     assert done.stdout.strip() == "ran reference"
 
 
-def test_kernels_all_is_sorted_and_complete():
-    assert list(kernels.__all__) == sorted(kernels.__all__)
+def test_kernels_all_names_what_is_there_once():
+    assert len(kernels.__all__) == len(set(kernels.__all__))  # ruff keeps the order
     assert all(hasattr(kernels, name) for name in kernels.__all__)

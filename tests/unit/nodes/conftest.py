@@ -193,7 +193,7 @@ class Sampler:
     @property
     def report(self):
         """The sealed record of the last run."""
-        return self.runtime.runs[-1]
+        return self.runtime.history.records[-1]
 
 
 def make_qkv(tokens, *, batch=1, heads=HEADS, dim=DIM, dtype=torch.float32, seed=0):

@@ -100,7 +100,8 @@ def test_seal_lists_sizes_that_differ():
 
 def test_seal_counts_casts_and_declined_backends():
     record = recorder()
-    record.sparse(stats(cast_from=torch.float16, declined={"sm90": "needs SM90"}), OUT, 0, 0)
+    record.sparse(stats(cast_from=torch.float16), OUT, 0, 0)
+    record.note_declined({"sm90": "needs SM90"})
     record.sparse(stats(), OUT, 0, 0)
     sealed = record.seal("finished")
     assert sealed["cast_from"] == {"float16": 1}
@@ -200,10 +201,12 @@ def test_seal_is_plain_small_data():
 def test_seal_is_a_snapshot():
     """A stray call after the end must not change what was reported."""
     record = recorder()
-    record.sparse(stats(declined={"a": "b"}), OUT, 0, 0)
+    record.sparse(stats(), OUT, 0, 0)
+    record.note_declined({"a": "b"})
     sealed = record.seal("finished")
     before = json.dumps(sealed)
-    record.sparse(stats(declined={"c": "d"}), OUT, 0, 0)
+    record.sparse(stats(), OUT, 0, 0)
+    record.note_declined({"c": "d"})
     record.dense("late", 0, 0)
     record.other("late")
     record.forward(1, 1)

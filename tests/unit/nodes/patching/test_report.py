@@ -5,13 +5,12 @@ import json
 import pytest
 import torch
 
-from hopper_sol.nodes.patching.latent_mark import mark_of
+from hopper_sol.nodes.patching.history import Selection
 from hopper_sol.nodes.patching.report import (
     report_dump,
     report_json,
     report_picture,
     report_text,
-    runs_to_report,
 )
 
 SETTINGS = {
@@ -60,68 +59,7 @@ def run(**changes):
 
 
 def report(*runs, source="this_prompt", dropped=0):
-    return report_json(list(runs), source, {"torch": "2.13.0", "comfyui": None}, dropped)
-
-
-def mark(value, shape=(1, 16, 3, 8, 8)):
-    return mark_of(torch.full(shape, float(value)))
-
-
-def reported(runs, made, latent, prompt_id):
-    """(node ids, which made the latent, source) of what is reported; ``made`` marks by run."""
-    found, source = runs_to_report(runs, made, latent, prompt_id)
-    return [r["node_id"] for r in found], [r["made_this_latent"] for r in found], source
-
-
-RUNS = [
-    run(prompt_id="p1", node_id="a"),
-    run(prompt_id="p1", node_id="b"),
-    run(prompt_id="p2", node_id="a"),
-]
-MARKS = [mark(1), mark(2), mark(3)]
-
-
-def test_runs_to_report_takes_the_executing_prompt():
-    assert reported(RUNS, MARKS, mark(2), "p1") == (["a", "b"], [False, True], "this_prompt")
-    assert reported(RUNS, MARKS, mark(3), "p2") == (["a"], [True], "this_prompt")
-
-
-def test_runs_to_report_cached_sampler_shows_the_run_that_made_the_latent():
-    """Not the last run of the model: another prompt may have come in between."""
-    assert reported(RUNS, MARKS, mark(2), "p3") == (["a", "b"], [False, True], "earlier_prompt")
-    assert reported(RUNS, MARKS, mark(1), "p3") == (["a"], [True], "earlier_prompt")
-
-
-@pytest.mark.parametrize("latent", [mark(9), mark(2, shape=(1, 16, 3, 8, 9)), None])
-def test_runs_to_report_of_a_latent_that_no_run_made(latent):
-    """The sampler ran another model, or had no steps."""
-    assert reported(RUNS, MARKS, latent, "p3") == (["a"], [False], "unrelated")
-
-
-def test_runs_to_report_an_aborted_run_made_nothing():
-    assert reported(RUNS[:1], [None], mark(1), "p3") == (["a"], [False], "unrelated")
-
-
-def test_runs_to_report_without_prompt_ids_takes_the_last_run():
-    runs = [run(prompt_id=None), run(prompt_id=None, node_id="7")]
-    assert reported(runs, MARKS[:2], mark(1), None) == (["7"], [False], "this_prompt")
-
-
-@pytest.mark.parametrize("prompt_id", [None, "p1"])
-def test_runs_to_report_nothing(prompt_id):
-    assert runs_to_report([], [], mark(1), prompt_id) == ([], "this_prompt")
-
-
-def test_mark_of_survives_half_precision_and_tells_noise_apart():
-    latent = torch.randn(1, 16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    other = torch.randn(1, 16, 3, 8, 8, generator=torch.Generator().manual_seed(2))
-    assert mark_of(latent).matches(mark_of(latent.half()))
-    assert mark_of(latent).matches(mark_of(latent.bfloat16()))
-    assert not mark_of(latent).matches(mark_of(other))
-    assert not mark_of(latent).matches(None)
-    broken = torch.full((4,), float("nan"))
-    assert mark_of(broken).matches(mark_of(broken.clone()))
-    assert mark_of("no latent") is None and mark_of(torch.zeros(0)) is None
+    return report_json(Selection(list(runs), source, dropped), {"torch": "2.13.0", "comfyui": None})
 
 
 def test_report_json_has_a_schema_version():

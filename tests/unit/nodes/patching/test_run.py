@@ -10,8 +10,10 @@ import threading
 import pytest
 import torch
 
-from hopper_sol.kernels import SolAttnStats, sol_attention
+from hopper_sol.kernels import SolAttnStats, registry, sol_attention
+from hopper_sol.kernels.registry import Backend
 from hopper_sol.nodes.patching import run as run_module
+from hopper_sol.nodes.patching.latent_mark import mark_of
 from hopper_sol.nodes.patching.override import OVERRIDE
 from hopper_sol.nodes.patching.plan import KEY
 from hopper_sol.nodes.patching.run import ForwardInfo
@@ -194,7 +196,7 @@ def test_runs_of_two_stages_are_apart(make_sampler):
     sampler.sigmas = twenty[11:]
     sampler.latent = torch.zeros(1, 4, 2, 8, 8)
     sampler.run()
-    high, low = sampler.runtime.runs
+    high, low = sampler.runtime.history.records
     assert (high["steps"], high["tokens"]) == (11, TOKENS)
     assert (low["steps"], low["tokens"]) == (9, 128)
     assert high["plan"].startswith("steps 1-3 dense, 4-11 sparse")
@@ -208,12 +210,19 @@ def test_run_denoise_half_counts_its_own_steps(make_sampler):
     assert sampler.report["plan"].startswith("steps 1-2 dense, 3-10 sparse")
 
 
-def test_runs_kept_are_few(make_sampler):
+def test_run_is_kept_with_what_it_made(make_sampler):
     sampler = make_sampler()
-    for _ in range(run_module.KEPT_RUNS + 3):
-        sampler.run(lambda: None)
-    assert len(sampler.runtime.runs) == len(sampler.runtime.marks) == run_module.KEPT_RUNS
-    assert sum(sampler.runtime.dropped.values()) == 3
+    latent = torch.randn(1, 4, 5, 7, 9)
+    sampler.run(lambda: latent)
+    (run,) = sampler.runtime.history.select(mark_of(latent), "elsewhere").runs
+    assert run["made_this_latent"]
+    with pytest.raises(RuntimeError):
+        sampler.run(broken_body)
+    assert not sampler.runtime.history.select(mark_of(latent + 1), "p").runs[-1]["made_this_latent"]
+
+
+def broken_body():
+    raise RuntimeError("the sampler fails")
 
 
 def test_run_inside_a_run_keeps_its_own_record(make_sampler):
@@ -229,7 +238,7 @@ def test_run_inside_a_run_keeps_its_own_record(make_sampler):
         sampler.forward(0.5)
 
     sampler.run(body)
-    inner, outer = sampler.runtime.runs
+    inner, outer = sampler.runtime.history.records
     assert (inner["steps"], inner["forwards"], inner["sparse_calls"]) == (1, 1, 4)
     assert (outer["steps"], outer["forwards"], outer["sparse_calls"]) == (4, 2, 8)
     # The inner run declines cross-attention to the outer one, which must not count it as its own.
@@ -251,7 +260,7 @@ def test_run_inside_a_run_may_fail(make_sampler):
         sampler.forward(0.5)
 
     sampler.run(body)
-    inner, outer = sampler.runtime.runs
+    inner, outer = sampler.runtime.history.records
     assert (inner["status"], outer["status"]) == ("failed", "finished")
     assert outer["sparse_calls"] == 4
 
@@ -267,7 +276,7 @@ def test_two_nodes_on_two_models_do_not_mix(make_sampler):
     first.run(body)
     assert first.report["sparse_calls"] == 8
     assert second.report["sparse_calls"] == 0
-    assert len(first.runtime.runs) == len(second.runtime.runs) == 1
+    assert len(first.runtime.history) == len(second.runtime.history) == 1
 
 
 def test_run_answers_several_threads(make_sampler, qkv):
@@ -821,7 +830,6 @@ def test_stats_of_the_op_reach_the_report(make_sampler, monkeypatch):
     def op(q, k, v, *, stats: SolAttnStats, **kwargs):
         out = sol_attention(q, k, v, stats=stats, **kwargs)
         stats.backend, stats.cast_from = "sm90", torch.float16
-        stats.declined = {"triton": "needs triton"}
         return out
 
     monkeypatch.setattr(run_module, "sol_attention", op)
@@ -829,7 +837,17 @@ def test_stats_of_the_op_reach_the_report(make_sampler, monkeypatch):
     sampler.run(lambda: sampler.forward(0.5))
     assert sampler.report["backend"] == {"sm90": 4}
     assert sampler.report["cast_from"] == {"float16": 4}
-    assert sampler.report["declined_backends"] == {"triton": "needs triton"}
+
+
+def test_a_preferred_backend_that_declines_is_named(make_sampler, monkeypatch):
+    """The call runs all the same; the report says who was passed over, and why."""
+    preferred = Backend("fast", load=lambda: None, rules=(lambda call: "not on Tuesdays",))
+    backends = {"sol_attention": {"fast": preferred, **registry._BACKENDS["sol_attention"]}}
+    monkeypatch.setattr(registry, "_BACKENDS", backends)
+    sampler = make_sampler()
+    sampler.run(lambda: sampler.forward(0.5))
+    assert sampler.report["backend"] == {"reference": 4}
+    assert sampler.report["declined_backends"] == {"fast": "not on Tuesdays"}
 
 
 @pytest.mark.parametrize("on_decline", ["fallback", "error"])
@@ -846,3 +864,13 @@ def test_device_is_that_of_the_tensors(on_decline, make_sampler, monkeypatch, qk
     sampler.once(lambda o: sampler.attend(q, k, v, heads=2, transformer_options=o))
     before_sampling = ["meta"] if on_decline == "error" else []
     assert asked == [*before_sampling, "cpu"]
+
+
+def test_on_decline_error_lets_a_run_through_that_has_nothing_to_decline(make_sampler):
+    """Every step is dense by request: that no backend has the option does not matter."""
+    options = {"smoothing": "block", "precision": "fp8", "fp8_layers": "all"}
+    sampler = make_sampler(on_decline="error", dense_steps=4, **options)
+    sampler.run()
+    assert sampler.report["dense_calls"] == {"dense step": 16}
+    with pytest.raises(RuntimeError, match="can't run here"):
+        make_sampler(on_decline="error", dense_steps=3, **options).run()
