@@ -1,8 +1,8 @@
 # make demo   sample a tiny model through a real ComfyUI (found, or cloned into .demo/)
 # make test   lint, unit tests, tests against the real ComfyUI where there is one
-#             (parts of it: make lint, test-unit, test-comfy)
+#             (parts of it: make lint, test-unit, test-interpreter, test-compile, test-comfy)
 # make test-browser   the nodes in a real Chromium (needs Debian's chromium) on a real ComfyUI
-# make test-gpu       the specification on a CUDA device, in the Python that PYTHON names
+# make test-gpu       specification and kernels on a CUDA device, in the Python that PYTHON names
 #
 # PYTHON    the Python to start from (3.10 or newer; the pinned test packages need 3.11)
 # VENV      the test environment that is made
@@ -18,7 +18,7 @@ PY := $(VENV)/bin/python
 # Made once the requirements are installed; an interrupted install leaves none.
 STAMP := $(VENV)/.requirements-installed
 
-.PHONY: help demo test test-unit test-comfy test-browser test-gpu lint clean
+.PHONY: help demo test test-unit test-interpreter test-compile test-comfy test-browser test-gpu lint clean
 
 help:
 	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
@@ -26,11 +26,20 @@ help:
 demo:
 	$(PYTHON) workflows/demo.py
 
-test: lint test-unit test-comfy
+test: lint test-unit test-interpreter test-compile test-comfy
 
 test-unit: $(STAMP)
 	@echo "== unit tests"
 	$(PY) -m pytest tests/unit
+
+# Triton decides at import whether it interprets: two processes.
+test-interpreter: $(STAMP)
+	@echo "== Triton kernels, interpreted"
+	TRITON_INTERPRET=1 $(PY) -m pytest -n auto tests/interpreter
+
+test-compile: $(STAMP)
+	@echo "== Triton kernels, compiled for GPUs that are not there"
+	TRITON_INTERPRET=0 $(PY) -m pytest -n auto tests/compile
 
 test-comfy: $(STAMP)
 	@echo "== tests against the real ComfyUI"

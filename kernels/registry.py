@@ -28,7 +28,7 @@ class Backend:
         rules: further conditions on a call, each returning a reason or None.
         auto_rules: conditions that only hold back the automatic choice (a backend that can run
             but would not pay); an explicit request ignores them.
-        defaults: (config field, value) for fields that the caller may leave as None.
+        defaults: of a call, (config field, value) for fields that the caller may leave as None.
         native_dtypes: input dtypes computed as they are; others are cast to BF16, and stats say so.
     """
 
@@ -37,7 +37,7 @@ class Backend:
     requirements: Requirements = field(default_factory=Requirements)
     rules: tuple[Rule, ...] = ()
     auto_rules: tuple[Rule, ...] = ()
-    defaults: tuple[tuple[str, Any], ...] = ()
+    defaults: Callable[[Any], tuple[tuple[str, Any], ...]] = lambda call: ()
     native_dtypes: frozenset[torch.dtype] = frozenset({torch.bfloat16})
 
     def why_not(self, call: Any, *, automatic: bool = False) -> str | None:

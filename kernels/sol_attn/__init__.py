@@ -3,6 +3,8 @@
 import torch
 
 from ..registry import Backend, register
+from ..requirements import Requirements
+from . import reference_backend, triton_rules
 from .config import HEAD_DIM, SolAttnCall, SolAttnConfig, SolAttnStats, TokenLayout
 from .op import (
     OP,
@@ -13,7 +15,6 @@ from .op import (
     sol_attention,
     why_not,
 )
-from .reference_backend import slower_than_dense, unsupported_option
 from .token_order import inverse, morton_order, span_order
 
 
@@ -23,15 +24,37 @@ def _load_reference():
     return sol_attention_fwd_reference
 
 
+def _load_triton():
+    from .triton_backend import sol_attention_fwd_triton
+
+    return sol_attention_fwd_triton
+
+
 # Order is preference: a faster backend is registered above a slower one.
+register(
+    OP,
+    Backend(
+        "triton",
+        load=_load_triton,
+        requirements=Requirements(
+            device_types=frozenset({"cuda"}),
+            min_capability=(8, 0),
+            head_dims=frozenset({HEAD_DIM}),
+            modules=("triton",),
+        ),
+        rules=(triton_rules.unsupported_option,),
+        auto_rules=(triton_rules.slower_than_dense,),
+        defaults=triton_rules.defaults,
+    ),
+)
 register(
     OP,
     Backend(
         "reference",
         load=_load_reference,
-        rules=(unsupported_option,),
-        auto_rules=(slower_than_dense,),
-        defaults=(("precision", "bf16"),),
+        rules=(reference_backend.unsupported_option,),
+        auto_rules=(reference_backend.slower_than_dense,),
+        defaults=lambda call: (("precision", "bf16"),),
         native_dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
     ),
 )

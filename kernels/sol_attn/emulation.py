@@ -76,7 +76,9 @@ def sol_attention_fp8_emulation(
 
     Args:
         q, k, v: (B, T, H, D); rounded to BF16 first, as the kernels do.
-        k_smoothing, v_smoothing: "none" or "mean" over the sequence.
+        k_smoothing: "none", "mean" over the sequence, or "block": K holds what is left after the
+            rounded mean key of its block, whose logit is added again in FP32.
+        v_smoothing: "none" or "mean" over the sequence.
         v_bias_correction: restore the mean of the *rounded* V to that of V.
         exp_mode: "exp2" or "expcast".
         probability_scale: scale of the E4M3 cast; the kernels use 256.
@@ -91,11 +93,14 @@ def sol_attention_fp8_emulation(
     ks = k32 if k_offset is None else k32 - k_offset
     vs = v32 if v_offset is None else v32 - v_offset
 
-    q8, q_scale = _quantize_blocks(q32)
-    k8, k_scale = _quantize_blocks(ks)
-    v8, v_scale = _quantize_channels(vs)
-    mean_k8, mean_k_scale = _quantize_blocks(_padded(block_mean(ks)))
-    mean_v8 = _padded(block_mean(v8)).to(E4M3).float()
+    q8, q_scale = quantize_blocks(q32)
+    v8, v_scale = quantize_channels(vs)
+    k_mean = block_mean(ks)
+    mean_k8, mean_k_scale = quantize_blocks(padded(k_mean))
+    if k_smoothing == "block":
+        ks = ks - dequantized_means(mean_k8, mean_k_scale, tokens)
+    k8, k_scale = quantize_blocks(ks)
+    mean_v8 = padded(block_mean(v8)).to(E4M3).float()
 
     route = _scaled_logits(q8, mean_k8, q_scale, mean_k_scale, scale)  # (B, H, NTpad*64, groups*64)
     blocks = num_blocks(tokens)
@@ -104,7 +109,7 @@ def sol_attention_fp8_emulation(
         exact_mask = _routed(
             route,
             block_mean(q32),
-            block_mean(ks),
+            k_mean,
             tau=tau if routing else -math.inf,
             estimator=estimator,
             scale=scale,
@@ -125,7 +130,10 @@ def sol_attention_fp8_emulation(
                 continue
             span = slice(block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, tokens))
             logits = _scaled_logits(q8, k8[:, span], q_scale, k_scale[:, block : block + 1], scale)
-            logits = logits[:, :, :tokens].masked_fill(~rows[..., block : block + 1], -math.inf)
+            logits = logits[:, :, :tokens]
+            if k_smoothing == "block":
+                logits = logits + route[..., block : block + 1]
+            logits = logits.masked_fill(~rows[..., block : block + 1], -math.inf)
             state.update(logits, v8[:, span])
         out, lse = state.finish()
         return out * v_scale, lse
@@ -142,7 +150,7 @@ def sol_attention_fp8_emulation(
     return EmulationOutput(out.to(torch.bfloat16).to(q.dtype).contiguous(), lse, exact_mask)
 
 
-def _padded(x: torch.Tensor) -> torch.Tensor:
+def padded(x: torch.Tensor) -> torch.Tensor:
     """(B, N, H, D) with N rounded up to whole blocks by zero rows."""
     batch, rows, heads, dim = x.shape
     out = x.new_zeros(batch, num_blocks(rows) * BLOCK_SIZE, heads, dim)
@@ -150,24 +158,32 @@ def _padded(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _to_e4m3(x: torch.Tensor) -> torch.Tensor:
+def dequantized_means(
+    mean_k8: torch.Tensor, mean_k_scale: torch.Tensor, tokens: int
+) -> torch.Tensor:
+    """(B, T, H, D): the rounded mean key of every token's block."""
+    means = mean_k8 * mean_k_scale.repeat_interleave(BLOCK_SIZE, 1).unsqueeze(-1)
+    return means.repeat_interleave(BLOCK_SIZE, 1)[:, :tokens]
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     """Values of ``x`` rounded to E4M3, as FP32. Saturates, as the hardware conversion does."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).float()
 
 
-def _quantize_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """E4M3 values (B, Npad, H, D) as FP32 and scales (B, Npad / 64, H): one per 64 rows."""
-    x = _padded(x)
+    x = padded(x)
     batch, rows, heads, dim = x.shape
     tiles = x.view(batch, rows // BLOCK_SIZE, BLOCK_SIZE, heads, dim)
     scale = _scale(tiles.abs().amax((2, 4)))  # (B, N, H)
-    return _to_e4m3(tiles * (1.0 / scale)[:, :, None, :, None]).view_as(x), scale
+    return to_e4m3(tiles * (1.0 / scale)[:, :, None, :, None]).view_as(x), scale
 
 
-def _quantize_channels(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_channels(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """E4M3 values (B, T, H, D) as FP32 and scales (B, 1, H, D): one per channel over T."""
     scale = _scale(x.abs().amax(1, keepdim=True))
-    return _to_e4m3(x * (1.0 / scale)), scale
+    return to_e4m3(x * (1.0 / scale)), scale
 
 
 def _scale(amax: torch.Tensor) -> torch.Tensor:
@@ -230,7 +246,7 @@ class _OnlineSoftmax:
         exponent = logits - base.unsqueeze(-1) + self.offset
         if self.exp_mode == "exp2":
             exact = exponent.exp2()
-            probabilities, row_sum = _to_e4m3(exact), exact.sum(-1)
+            probabilities, row_sum = to_e4m3(exact), exact.sum(-1)
         else:
             code = (8.0 * (exponent + 7.0) - EXPCAST_OFFSET).round().clamp(0, EXPCAST_MAX_BYTE)
             probabilities = code.to(torch.uint8).view(E4M3).float()

@@ -32,6 +32,7 @@ def sol_attention(
     config: SolAttnConfig,
     layout: TokenLayout | None = None,
     scale: float | None = None,
+    order: torch.Tensor | None = None,
     backend: str = "auto",
     return_lse: bool = False,
     stats: SolAttnStats | None = None,
@@ -46,6 +47,9 @@ def sol_attention(
         config: algorithm settings.
         layout: exact-KV sinks, dense queries, video span; None for none.
         scale: multiplies q k^T before the softmax, above 0; 128 ** -0.5 if None.
+        order: (T,) int64, a permutation: block i holds the tokens order[64 i : 64 i + 64], and the
+            ranges of ``layout`` count positions in it. The output stays in the order of the input.
+            None for the order of the input.
         backend: "auto" or a name from ``list_backends()``.
         return_lse: also return the log-sum-exp.
         stats: filled with what ran, if given.
@@ -80,10 +84,13 @@ def sol_attention(
         list(layout.video or ()),
         list(layout.grid or ()),
         backend,
+        return_lse,
+        order,
     )
     if stats is not None:
-        chosen, declined = registry.select(OP, describe_call(q, config, layout), backend)
-        fp8 = config.filled(chosen.defaults).precision == "fp8"
+        call = describe_call(q, config, layout)
+        chosen, declined = registry.select(OP, call, backend)
+        fp8 = config.filled(chosen.defaults(call)).precision == "fp8"
         native = q.dtype in chosen.native_dtypes and not fp8  # FP8 is rounded from BF16
         computed = q.dtype if native else torch.bfloat16
         stats.backend = chosen.name
@@ -157,6 +164,17 @@ def check_inputs(
         layout.check_tokens(q.shape[1])
 
 
+def check_order(order: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Raise ValueError for an order that does not fit q. That it is a permutation is not checked."""
+    if order is None:
+        return
+    found = f"{order.dtype} {tuple(order.shape)} on {order.device}"
+    if order.dtype != torch.int64 or order.shape != q.shape[1:2] or order.device != q.device:
+        raise ValueError(f"order: got {found}, need torch.int64 ({q.shape[1]},) on {q.device}")
+    if not order.is_contiguous():
+        raise ValueError("order: got a strided view, need a contiguous tensor")
+
+
 def _flat(ranges) -> list[int]:
     return [edge for token_range in ranges for edge in token_range]
 
@@ -172,7 +190,7 @@ def _config(variant: str, tau: float) -> SolAttnConfig:
 
 # Checks and the choice of a backend happen inside the op, so that a compiled caller traces
 # nothing but the op itself.
-def _forward(q, k, v, scale, tau, variant, sink_kv, dense_q, video, grid, backend):
+def _forward(q, k, v, scale, tau, variant, sink_kv, dense_q, video, grid, backend, with_lse, order):
     config = _config(variant, tau)
     layout = TokenLayout(
         sink_kv=_pairs(sink_kv),
@@ -181,11 +199,15 @@ def _forward(q, k, v, scale, tau, variant, sink_kv, dense_q, video, grid, backen
         grid=tuple(grid) or None,
     )
     check_inputs(q, k, v, layout)
-    chosen, _ = registry.select(OP, describe_call(q, config, layout), backend)
+    check_order(order, q)
+    call = describe_call(q, config, layout)
+    chosen, _ = registry.select(OP, call, backend)
     implementation = registry.loaded(chosen)
-    return implementation(
-        q, k, v, config=config.filled(chosen.defaults), layout=layout, scale=scale
+    config = config.filled(chosen.defaults(call))
+    out, lse, exact_blocks = implementation(
+        q, k, v, config=config, layout=layout, scale=scale, with_lse=with_lse, order=order
     )
+    return out, lse if with_lse else q.new_empty(0, dtype=torch.float32), exact_blocks
 
 
 _sol_attention_fwd = torch.library.custom_op(
@@ -193,16 +215,18 @@ _sol_attention_fwd = torch.library.custom_op(
     _forward,
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, float scale, float tau, str variant, int[] sink_kv, "
-    "int[] dense_q, int[] video, int[] grid, str backend) -> (Tensor out, Tensor lse, Tensor exact_blocks)",
+    "int[] dense_q, int[] video, int[] grid, str backend, bool with_lse, Tensor? order) "
+    "-> (Tensor out, Tensor lse, Tensor exact_blocks)",
 )
 
 
 @_sol_attention_fwd.register_fake
-def _fake(q, k, v, scale, tau, variant, sink_kv, dense_q, video, grid, backend):
+def _fake(q, k, v, scale, tau, variant, sink_kv, dense_q, video, grid, backend, with_lse, order):
     batch, tokens, heads, _ = q.shape
     blocks = num_blocks(tokens)
+    lse_shape = (batch, heads, tokens) if with_lse else (0,)
     return (
         torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        q.new_empty(batch, heads, tokens, dtype=torch.float32),
+        q.new_empty(lse_shape, dtype=torch.float32),
         q.new_empty(batch, heads, blocks, dtype=torch.int32),
     )

@@ -5,6 +5,7 @@ import torch
 from .config import SolAttnCall, SolAttnConfig, TokenLayout, resolve_kv_splits
 from .emulation import sol_attention_fp8_emulation
 from .reference import sol_attention_reference
+from .token_order import inverse
 
 
 def sol_attention_fwd_reference(
@@ -15,12 +16,16 @@ def sol_attention_fwd_reference(
     config: SolAttnConfig,
     layout: TokenLayout,
     scale: float,
+    with_lse: bool = True,
+    order: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out (B, T, H, D), lse (B, H, T) FP32, exact blocks per query block (B, H, NT) int32).
 
     "bf16" computes in the input's dtype through FP32 and does not split; "fp8" emulates the FP8
-    kernels.
+    kernels. The LSE comes for free: ``with_lse`` changes nothing.
     """
+    if order is not None:
+        q, k, v = (x.index_select(1, order) for x in (q, k, v))
     arguments = {
         "tau": config.tau,
         "estimator": config.estimator,
@@ -44,7 +49,11 @@ def sol_attention_fwd_reference(
         )
     else:
         result = sol_attention_reference(q, k, v, **arguments)
-    return result.out, result.lse, result.exact_mask.sum(-1, dtype=torch.int32)
+    out, lse = result.out, result.lse
+    if order is not None:
+        back = inverse(order)
+        out, lse = out.index_select(1, back), lse.index_select(2, back)
+    return out, lse, result.exact_mask.sum(-1, dtype=torch.int32)
 
 
 def unsupported_option(call: SolAttnCall) -> str | None:
@@ -56,8 +65,6 @@ def unsupported_option(call: SolAttnCall) -> str | None:
         return None
     if config.qk_dtype != "e4m3":
         return f"qk_dtype {config.qk_dtype!r} is not in the emulation, which has e4m3"
-    if config.k_smoothing == "block":
-        return "k_smoothing 'block' is not in the emulation, which has none and mean"
     if config.exp_mode == "mixed":
         return "exp_mode 'mixed' is not in the emulation, which has exp2 and expcast"
     return None

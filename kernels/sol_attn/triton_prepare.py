@@ -1,0 +1,468 @@
+"""Triton kernels that make ``Prepared`` operands: block means, E4M3 codes, scales.
+
+Every kernel reads Q, K and V where they are, through their strides. Sums are FP32 and have one
+order, so results are equal bit for bit from run to run. Passes over memory: Q once, K once (twice
+with smoothing), V once for "bf16" and twice for "fp8".
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .config import BLOCK_SIZE, HEAD_DIM, num_blocks
+from .emulation import AMAX_FLOOR, E4M3, E4M3_MAX
+from .prepare import Prepared
+
+CHANNELS = 32  # per program of the sequence statistics
+# Sums over the 64 tokens of a block cross few warps: with 4 the reading kernels take 1.4x as long.
+READING_WARPS = 2
+
+_BLOCK = tl.constexpr(BLOCK_SIZE)
+_DIM = tl.constexpr(HEAD_DIM)
+_FLOOR = tl.constexpr(AMAX_FLOOR)
+_PER_MAX = tl.constexpr(1.0 / E4M3_MAX)
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    precision: str,
+    k_smoothing: str = "none",
+    v_smoothing: str = "none",
+    v_bias_correction: bool = False,
+    order: torch.Tensor | None = None,
+) -> Prepared:
+    """``Prepared`` of q, k, v (B, T, H, 128) BF16 on one CUDA device; as ``prepare_reference``.
+
+    ``order`` (T,) int64: block i holds the tokens order[64 i : 64 i + 64]. Rows are 256 bytes, so
+    fetching them in another order costs nothing; "bf16" then writes copies of q, k and v.
+    """
+    batch, tokens, heads, dim = q.shape
+    blocks = num_blocks(tokens)
+    padded_blocks = num_blocks(blocks) * BLOCK_SIZE
+    fp8 = precision == "fp8"
+    grid = (batch * heads, blocks)  # heads first: their rows lie side by side in memory
+    each = (*grid, 3)  # Q, K and V in programs of their own
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(batch, heads, *shape, dtype=dtype, device=q.device)
+
+    def zeros(*shape, dtype):
+        return torch.zeros(batch, heads, *shape, dtype=dtype, device=q.device)
+
+    q_mean, k_mean = empty(blocks, dim), empty(blocks, dim)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    if not fp8:
+        mean_k = zeros(padded_blocks, dim, dtype=torch.bfloat16)
+        mean_v = zeros(padded_blocks, dim, dtype=torch.bfloat16)
+        copies = (None,) * 3
+        if order is not None:
+            copies = tuple(empty(tokens, dim, dtype=torch.bfloat16) for _ in range(3))
+        _summarise_bf16[each](
+            *(q, k, v, order, *copies, q_mean, k_mean, mean_k, mean_v),
+            *strides,
+            *(tokens, blocks, heads),
+            ORDERED=order is not None,
+            num_warps=READING_WARPS,
+        )
+        if order is not None:
+            q, k, v = (copy.transpose(1, 2) for copy in copies)
+        return Prepared(tokens, q, k, v, q_mean, k_mean, mean_k, mean_v)
+
+    round_k = k_smoothing == "none"
+    padded_tokens = blocks * BLOCK_SIZE
+    q8 = empty(padded_tokens, dim, dtype=E4M3)
+    k8 = empty(padded_tokens, dim, dtype=E4M3)
+    v8 = empty(dim, padded_tokens, dtype=E4M3)
+    q_scale, k_scale = empty(blocks), empty(blocks)
+    center_v = v_smoothing == "mean"
+    v_high = empty(blocks, dim)
+    v_mean, v_low = (empty(blocks, dim), empty(blocks, dim)) if center_v else (None, None)
+    _summarise_fp8[each](
+        *(q, k, v, order, q8, k8, q_scale, k_scale, q_mean, k_mean, v_mean, v_low, v_high),
+        *strides,
+        *(tokens, blocks, heads),
+        ORDERED=order is not None,
+        ROUND_K=round_k,
+        V_RANGE=center_v,
+        num_warps=READING_WARPS,
+    )
+    k_offset = empty(dim) if k_smoothing == "mean" else None
+    v_offset = empty(dim) if center_v else None
+    v_scale = empty(dim)
+    _sequence_statistics[(dim // CHANNELS, batch * heads)](
+        *(k_mean, v_mean, v_low, v_high, k_offset, v_offset, v_scale, tokens, blocks),
+        K_OFFSET=k_offset is not None,
+        V_OFFSET=center_v,
+        WIDTH=CHANNELS,
+    )
+    mean_k8 = empty(padded_blocks, dim, dtype=E4M3)
+    mean_k_scale = empty(padded_blocks // BLOCK_SIZE)
+    _round_mean_keys[(batch * heads, padded_blocks // BLOCK_SIZE)](
+        *(k_mean, k_offset, mean_k8, mean_k_scale, blocks), K_OFFSET=k_offset is not None
+    )
+    if not round_k:
+        _round_keys[grid](
+            *(k, order, k_offset, mean_k8, mean_k_scale, k8, k_scale, *k.stride()[:3]),
+            *(tokens, blocks, heads),
+            ORDERED=order is not None,
+            RESIDUAL=k_smoothing == "block",
+        )
+    mean_v8 = zeros(dim, padded_blocks, dtype=E4M3)
+    code_sum = empty(blocks, dim) if v_bias_correction else None
+    _round_values[grid](
+        *(
+            v,
+            order,
+            v_offset,
+            v_scale,
+            v8,
+            mean_v8,
+            code_sum,
+            *v.stride()[:3],
+            tokens,
+            blocks,
+            heads,
+        ),
+        ORDERED=order is not None,
+        V_OFFSET=center_v,
+        CODE_SUM=code_sum is not None,
+    )
+    out_offset = v_offset
+    if code_sum is not None:
+        out_offset = v_offset - code_sum.sum(2) / tokens * v_scale
+    return Prepared(
+        *(tokens, q8, k8, v8, q_mean, k_mean, mean_k8, mean_v8),
+        *(q_scale, k_scale, mean_k_scale, v_scale, k_offset, out_offset),
+        k_residual=k_smoothing == "block",
+    )
+
+
+@triton.jit
+def _read_block(x_ptr, order_ptr, stride_b, stride_t, stride_h, T, H, ORDERED: tl.constexpr):
+    """(64, 128) FP32 tokens of this program's block, zeros past T. Offsets are int64."""
+    block = tl.program_id(1).to(tl.int64)
+    flat = tl.program_id(0).to(tl.int64)
+    place = block * _BLOCK + tl.arange(0, _BLOCK)
+    token = place
+    if ORDERED:
+        token = tl.load(order_ptr + place, mask=place < T, other=0)
+    at = x_ptr + (flat // H) * stride_b + (flat % H) * stride_h + token[:, None] * stride_t
+    inside = (place < T)[:, None]
+    return tl.load(at + tl.arange(0, _DIM)[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _length(T):
+    """Real tokens of this program's block."""
+    return tl.minimum(T - tl.program_id(1) * _BLOCK, _BLOCK).to(tl.float32)
+
+
+@triton.jit
+def _block_mean(x, T):
+    return tl.div_rn(tl.sum(x, 0), _length(T))
+
+
+@triton.jit
+def _block_row(NT):
+    """Index of this program's block among those of all heads, int64."""
+    return tl.program_id(0).to(tl.int64) * NT + tl.program_id(1)
+
+
+@triton.jit
+def _scale(amax):
+    return tl.maximum(amax, _FLOOR) * _PER_MAX
+
+
+@triton.jit
+def _to_e4m3(x, scale):
+    return (x * tl.div_rn(1.0, scale)).to(tl.float8e4nv)  # the conversion saturates
+
+
+@triton.jit
+def _store_rounded_block(x, code_ptr, scale_ptr, NT):
+    """E4M3 codes and the one scale of this program's (64, 128) block; zeros stay zeros."""
+    scale = _scale(tl.max(tl.abs(x)))
+    row = _block_row(NT) * _BLOCK + tl.arange(0, _BLOCK)
+    at = code_ptr + row[:, None] * _DIM + tl.arange(0, _DIM)[None, :]
+    tl.store(at, _to_e4m3(x, scale))
+    tl.store(scale_ptr + _block_row(NT), scale)
+
+
+@triton.jit(do_not_specialize=["T", "NT"])
+def _summarise_bf16(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    order_ptr,
+    q_copy_ptr,
+    k_copy_ptr,
+    v_copy_ptr,
+    q_mean_ptr,
+    k_mean_ptr,
+    mean_k_ptr,
+    mean_v_ptr,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    T,
+    NT,
+    H,
+    ORDERED: tl.constexpr,
+):
+    """Block means of Q, K, V, and copies in the new order if there is one. Grid (B H, NT, 3)."""
+    channel = tl.arange(0, _DIM)
+    at = _block_row(NT) * _DIM + channel
+    groups = (NT + _BLOCK - 1) // _BLOCK
+    summary = tl.program_id(0).to(tl.int64) * groups * _BLOCK + tl.program_id(1)
+    summary_at = summary * _DIM + channel
+    which = tl.program_id(2)
+    if which == 0:
+        q = _read_block(q_ptr, order_ptr, stride_qb, stride_qt, stride_qh, T, H, ORDERED)
+        tl.store(q_mean_ptr + at, _block_mean(q, T))
+        if ORDERED:
+            _store_copy(q, q_copy_ptr, T)
+    elif which == 1:
+        k = _read_block(k_ptr, order_ptr, stride_kb, stride_kt, stride_kh, T, H, ORDERED)
+        k_mean = _block_mean(k, T)
+        tl.store(k_mean_ptr + at, k_mean)
+        tl.store(mean_k_ptr + summary_at, k_mean.to(tl.bfloat16))
+        if ORDERED:
+            _store_copy(k, k_copy_ptr, T)
+    else:
+        v = _read_block(v_ptr, order_ptr, stride_vb, stride_vt, stride_vh, T, H, ORDERED)
+        tl.store(mean_v_ptr + summary_at, _block_mean(v, T).to(tl.bfloat16))
+        if ORDERED:
+            _store_copy(v, v_copy_ptr, T)
+
+
+@triton.jit
+def _store_copy(x, copy_ptr, T):
+    """Write this program's (64, 128) block to (B H, T, 128) BF16; the values come from BF16."""
+    place = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    row = tl.program_id(0).to(tl.int64) * T + place
+    at = copy_ptr + row[:, None] * _DIM + tl.arange(0, _DIM)[None, :]
+    tl.store(at, x.to(tl.bfloat16), mask=(place < T)[:, None])
+
+
+@triton.jit(do_not_specialize=["T", "NT"])
+def _summarise_fp8(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    order_ptr,
+    q8_ptr,
+    k8_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    q_mean_ptr,
+    k_mean_ptr,
+    v_mean_ptr,
+    v_low_ptr,
+    v_high_ptr,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    T,
+    NT,
+    H,
+    ORDERED: tl.constexpr,
+    ROUND_K: tl.constexpr,
+    V_RANGE: tl.constexpr,
+):
+    """Codes and block means of Q and K, and the reach of V in every block. Grid (B H, NT, 3).
+
+    K is left alone if something is to be subtracted from it first. If something is to be
+    subtracted from V, its mean and its least and largest value are taken, else its largest
+    magnitude, as v_high.
+    """
+    at = _block_row(NT) * _DIM + tl.arange(0, _DIM)
+    which = tl.program_id(2)
+    if which == 0:
+        q = _read_block(q_ptr, order_ptr, stride_qb, stride_qt, stride_qh, T, H, ORDERED)
+        tl.store(q_mean_ptr + at, _block_mean(q, T))
+        _store_rounded_block(q, q8_ptr, q_scale_ptr, NT)
+    elif which == 1:
+        k = _read_block(k_ptr, order_ptr, stride_kb, stride_kt, stride_kh, T, H, ORDERED)
+        tl.store(k_mean_ptr + at, _block_mean(k, T))
+        if ROUND_K:
+            _store_rounded_block(k, k8_ptr, k_scale_ptr, NT)
+    else:
+        v = _read_block(v_ptr, order_ptr, stride_vb, stride_vt, stride_vh, T, H, ORDERED)
+        if V_RANGE:
+            tl.store(v_mean_ptr + at, _block_mean(v, T))
+            inside = (tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK) < T)[:, None]
+            tl.store(v_low_ptr + at, tl.min(tl.where(inside, v, float("inf")), 0))
+            tl.store(v_high_ptr + at, tl.max(tl.where(inside, v, float("-inf")), 0))
+        else:
+            tl.store(v_high_ptr + at, tl.max(tl.abs(v), 0))
+
+
+@triton.jit
+def _read_means(x_ptr, flat, group, NT):
+    """(64, 128) FP32 block means of one group of a head, zeros past NT; and which rows are real."""
+    block = group * _BLOCK + tl.arange(0, _BLOCK)
+    inside = (block < NT)[:, None]
+    at = x_ptr + (flat * NT + block[:, None]) * _DIM + tl.arange(0, _DIM)[None, :]
+    return tl.load(at, mask=inside, other=0.0), inside
+
+
+@triton.jit
+def _read_columns(x_ptr, start, channel, NT, other):
+    """(64, width) FP32 values of 64 blocks of one head, ``other`` past NT."""
+    block = start + tl.arange(0, _BLOCK)
+    at = x_ptr + block[:, None] * _DIM + channel[None, :]
+    return tl.load(at, mask=(block < NT)[:, None], other=other)
+
+
+@triton.jit
+def _sequence_mean(mean_ptr, channel, T, NT, WIDTH: tl.constexpr):
+    """(width,) FP32 mean over all tokens of a head, from its block means."""
+    total = tl.zeros((WIDTH,), tl.float32)
+    for start in range(0, NT, _BLOCK):
+        mean = _read_columns(mean_ptr, start, channel, NT, 0.0)
+        length = tl.minimum(T - (start + tl.arange(0, _BLOCK)) * _BLOCK, _BLOCK)
+        total += tl.sum(mean * length.to(tl.float32)[:, None], 0)
+    return tl.div_rn(total, T.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["T", "NT"])
+def _sequence_statistics(
+    k_mean_ptr,
+    v_mean_ptr,
+    v_low_ptr,
+    v_high_ptr,
+    k_offset_ptr,
+    v_offset_ptr,
+    v_scale_ptr,
+    T,
+    NT,
+    K_OFFSET: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Sequence means of K and V where asked for, and V's scales. Grid (128 / WIDTH, B H)."""
+    flat = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    head = flat * NT * _DIM
+    at = flat * _DIM + channel
+    if K_OFFSET:
+        tl.store(k_offset_ptr + at, _sequence_mean(k_mean_ptr + head, channel, T, NT, WIDTH))
+    reach = tl.full((WIDTH,), float("-inf"), tl.float32)
+    for start in range(0, NT, _BLOCK):
+        high = _read_columns(v_high_ptr + head, start, channel, NT, float("-inf"))
+        reach = tl.maximum(reach, tl.max(high, 0))
+    if V_OFFSET:
+        low = tl.full((WIDTH,), float("inf"), tl.float32)
+        for start in range(0, NT, _BLOCK):
+            block_low = _read_columns(v_low_ptr + head, start, channel, NT, float("inf"))
+            low = tl.minimum(low, tl.min(block_low, 0))
+        # Subtracting is monotone, rounding included: the extremes stay the extremes.
+        offset = _sequence_mean(v_mean_ptr + head, channel, T, NT, WIDTH)
+        tl.store(v_offset_ptr + at, offset)
+        reach = tl.maximum(tl.abs(low - offset), tl.abs(reach - offset))
+    tl.store(v_scale_ptr + at, _scale(reach))
+
+
+@triton.jit(do_not_specialize=["NT"])
+def _round_mean_keys(
+    k_mean_ptr, k_offset_ptr, mean_k8_ptr, mean_k_scale_ptr, NT, K_OFFSET: tl.constexpr
+):
+    """Codes of 64 mean keys with one scale; takes the offset out of k_mean. Grid (B H, NG)."""
+    flat = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, _DIM)
+    mean, inside = _read_means(k_mean_ptr, flat, tl.program_id(1), NT)
+    if K_OFFSET:
+        mean = tl.where(inside, mean - tl.load(k_offset_ptr + flat * _DIM + channel)[None, :], 0.0)
+        block = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+        at = k_mean_ptr + (flat * NT + block[:, None]) * _DIM + channel[None, :]
+        tl.store(at, mean, mask=inside)
+    _store_rounded_block(mean, mean_k8_ptr, mean_k_scale_ptr, tl.num_programs(1))
+
+
+@triton.jit(do_not_specialize=["T", "NT"])
+def _round_keys(
+    k_ptr,
+    order_ptr,
+    k_offset_ptr,
+    mean_k8_ptr,
+    mean_k_scale_ptr,
+    k8_ptr,
+    k_scale_ptr,
+    stride_b,
+    stride_t,
+    stride_h,
+    T,
+    NT,
+    H,
+    ORDERED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """Codes of K less the sequence mean, or less the rounded mean of each block. Grid (B H, NT)."""
+    flat = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, _DIM)
+    if RESIDUAL:
+        groups = (NT + _BLOCK - 1) // _BLOCK
+        row = flat * groups * _BLOCK + tl.program_id(1)
+        scale = tl.load(mean_k_scale_ptr + flat * groups + tl.program_id(1) // _BLOCK)
+        offset = tl.load(mean_k8_ptr + row * _DIM + channel).to(tl.float32) * scale
+    else:
+        offset = tl.load(k_offset_ptr + flat * _DIM + channel)
+    k = _read_block(k_ptr, order_ptr, stride_b, stride_t, stride_h, T, H, ORDERED)
+    inside = (tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK) < T)[:, None]
+    k = tl.where(inside, k - offset[None, :], 0.0)
+    _store_rounded_block(k, k8_ptr, k_scale_ptr, NT)
+
+
+@triton.jit(do_not_specialize=["T", "NT"])
+def _round_values(
+    v_ptr,
+    order_ptr,
+    v_offset_ptr,
+    v_scale_ptr,
+    v8_ptr,
+    mean_v8_ptr,
+    code_sum_ptr,
+    stride_b,
+    stride_t,
+    stride_h,
+    T,
+    NT,
+    H,
+    ORDERED: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    CODE_SUM: tl.constexpr,
+):
+    """Codes of V, tokens contiguous, and codes of its block means. Grid (B H, NT)."""
+    flat = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    channel = tl.arange(0, _DIM)
+    token = block * _BLOCK + tl.arange(0, _BLOCK)
+    v = _read_block(v_ptr, order_ptr, stride_b, stride_t, stride_h, T, H, ORDERED)
+    if V_OFFSET:
+        offset = tl.load(v_offset_ptr + flat * _DIM + channel)
+        v = tl.where((token < T)[:, None], v - offset[None, :], 0.0)
+    code = _to_e4m3(v, tl.load(v_scale_ptr + flat * _DIM + channel)[None, :])
+    row = flat * _DIM + channel
+    at = v8_ptr + row[:, None] * (NT * _BLOCK) + token[None, :]
+    tl.store(at, tl.trans(code))
+    total = tl.sum(code.to(tl.float32), 0)
+    if CODE_SUM:
+        tl.store(code_sum_ptr + _block_row(NT) * _DIM + channel, total)
+    groups = (NT + _BLOCK - 1) // _BLOCK
+    mean = tl.div_rn(total, _length(T)).to(tl.float8e4nv)
+    tl.store(mean_v8_ptr + row * (groups * _BLOCK) + block, mean)

@@ -1,0 +1,91 @@
+"""Kernels compiled for sm_90 on a machine without a GPU: ``make test-compile``, a process of its own.
+
+Host code runs on CPU tensors as it would on a GPU; where it would launch a kernel, the kernel is
+compiled for the very arguments of the launch, and nothing runs.
+"""
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET", "0") != "0":
+    raise RuntimeError("TRITON_INTERPRET is set: nothing would be compiled")
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class Sm90WithoutDevice:
+    """What Triton's launcher asks a driver before it compiles."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@dataclass
+class Compiled:
+    """One kernel as compiled: its name, the launch's key, and facts of its machine code."""
+
+    name: str
+    key: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    sass: str
+
+    def count(self, opcode):
+        """Instructions whose name begins with ``opcode``."""
+        return len(re.findall(rf"\b{opcode}\b", self.sass))
+
+
+@pytest.fixture
+def launches(monkeypatch, tmp_path):
+    """Every launch made while the test runs, as a list of ``Compiled``."""
+    seen = {}
+    run = jit.JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash not in seen:
+            seen[kernel.hash] = _inspect(self.__name__, kernel, tmp_path / "kernel.cubin")
+        made.append(seen[kernel.hash])
+        return kernel
+
+    made = []
+    previous = driver._active
+    driver.set_active(Sm90WithoutDevice())
+    monkeypatch.setattr(jit.JITFunction, "run", compile_only)
+    yield made
+    driver._active = previous
+
+
+def _inspect(name, kernel, path):
+    path.write_bytes(kernel.asm["cubin"])
+
+    def dump(option):
+        command = [str(CUOBJDUMP), option, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("-res-usage"))
+    return Compiled(
+        name=name,
+        key=kernel.hash,
+        registers=int(usage[1]),
+        spilled_bytes=int(usage[2]),
+        shared_bytes=kernel.metadata.shared,
+        sass=dump("-sass"),
+    )
