@@ -18,11 +18,13 @@ def sol_attention_fwd_reference(
     scale: float,
     with_lse: bool = True,
     order: torch.Tensor | None = None,
+    exact_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out (B, T, H, D), lse (B, H, T) FP32, exact blocks per query block (B, H, NT) int32).
 
     "bf16" computes in the input's dtype through FP32 and does not split; "fp8" emulates the FP8
-    kernels. The LSE comes for free: ``with_lse`` changes nothing.
+    kernels. The LSE comes for free: ``with_lse`` changes nothing. ``exact_mask`` (B, H, NT, NT)
+    bool [query, key] replaces the routing.
     """
     if order is not None:
         q, k, v = (x.index_select(1, order) for x in (q, k, v))
@@ -33,6 +35,7 @@ def sol_attention_fwd_reference(
         "scale": scale,
         "sink_kv": layout.sink_kv,
         "dense_q": layout.dense_q,
+        "exact_mask": exact_mask,
     }
     if config.precision == "fp8":
         result = sol_attention_fp8_emulation(

@@ -27,13 +27,15 @@ def sol_attention_fwd_triton(
     """(out (B, T, H, 128), lse (B, H, T) FP32 or None, exact blocks per query block (B, H, NT)).
 
     FP32 and FP16 inputs are cast to BF16. ``order`` (T,) int64 names the token at each position;
-    layout, exact blocks and mask count positions, outputs are per token. ``exact_mask`` (B, H, NT, NT) bool [query, key] replaces
-    the routing, for parity with the reference under one mask.
+    layout, exact blocks and mask count positions, outputs are per token. ``exact_mask``
+    (B, H, NT, NT) bool [query, key] replaces the routing, for parity under one mask.
     """
-    steps = Steps(q, k, v, config=config, layout=layout, scale=scale, order=order)
-    operands = steps.prepare()
-    chosen = steps.route(operands, exact_mask=exact_mask)
-    out, lse = steps.attend(operands, chosen, with_lse=with_lse)
+    # Triton launches on the current device, whatever the tensors are on.
+    with torch.cuda.device_of(q):
+        steps = Steps(q, k, v, config=config, layout=layout, scale=scale, order=order)
+        operands = steps.prepare()
+        chosen = steps.route(operands, exact_mask=exact_mask)
+        out, lse = steps.attend(operands, chosen, with_lse=with_lse)
     if with_lse and operands.k_offset is not None:
         # The logit that every key of a row lost.
         lse = lse + torch.einsum("bthd,bhd->bht", steps.q.float(), operands.k_offset) * scale
