@@ -29,14 +29,14 @@ def test_cases_are_the_models():
 
 
 def test_reference_end_to_end(bench, speeds):
-    # At tau 8 only forced blocks are exact: FP8 can't route differently, whatever it rounds.
+    # At tau 8 only forced blocks are exact: FP8 can't route differently, so no pair may mismatch.
     options = ("--precision", "bf16,fp8", "--generator", "iid,structured", "--tau", "8")
     run = bench(*TINY, "reference", *options)
     assert run.status == 0 and len(run.rows) == 4, run.out
     for row in run.rows:
         assert row["error"] is None and row["parity_ok"] is True
         assert row["shape"] == [1, 300, 2, 128] and row["sinks"] == "kv"
-        assert row["mask_mismatch"] == 0.0 and row["gate"] == "own routing"
+        assert row["mask_mismatch"] == 0.0 and row["gate"] == "same mask"
         assert set(speeds(row)) == {"total_ms", "p25_ms", "p75_ms", "exact_tflops"}
         assert row["p25_ms"] <= row["total_ms"] <= row["p75_ms"] and row["iterations"] == 3
         assert 1 <= row["union_ratio_2"] <= 2 and 1 <= row["union_ratio_3"] <= 3
@@ -176,7 +176,7 @@ def test_gate_without_a_mask(bench, add_backend, with_mask, speeds):
 
     add_backend("broken", own_routing_only)
     (row,) = bench(*TINY, "broken").rows
-    assert row["parity_ok"] is False and row["gate"] == "own routing" and speeds(row) == []
+    assert row["parity_ok"] is False and row["gate"] == "same mask" and speeds(row) == []
     assert "rel_l2 0.02" in row["error"]
 
 
