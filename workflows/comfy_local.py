@@ -1,7 +1,7 @@
-"""Find a ComfyUI on this machine, start it headless on the loopback, and run API prompts on it.
+"""Find a ComfyUI on this machine and start it headless on the loopback.
 
 Used by ``demo.py`` and by the tests that need the real server. Standard library only, because it
-runs in whatever Python is at hand, while ComfyUI runs in its own.
+runs in whatever Python is at hand, while ComfyUI runs in its own. A Server is a comfy_client.Client.
 
     checkout = usable(find_comfyui())
     link_pack(base, PACK_ROOT)
@@ -12,8 +12,7 @@ runs in whatever Python is at hand, while ComfyUI runs in its own.
 import contextlib
 import ctypes
 import functools
-import http.client
-import json
+import importlib.util
 import os
 import re
 import shutil
@@ -22,13 +21,9 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 PACK_ROOT = Path(__file__).absolute().parents[1]
 PACK_NAME = "comfyui-hopper-sol"
@@ -36,9 +31,6 @@ PACK_NAME = "comfyui-hopper-sol"
 DEMO_CHECKOUT = PACK_ROOT / ".demo" / "ComfyUI"
 NEEDED_MODULES = ("aiohttp", "torch")
 
-# A connection refused on the loopback means that nothing listens; this is how long we believe
-# that it comes back (a server that is being restarted by hand).
-REFUSED_GRACE_S = 5.0
 LOG_TAIL_CHARS = 4000
 
 # Loaded here and not in the child between fork and exec, where little is allowed.
@@ -46,86 +38,28 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 
 
-class ComfyError(RuntimeError):
-    """Something about ComfyUI went wrong; the text says what, and what to do."""
+def _load_client():
+    # By path: this file may itself have been loaded by path, and workflows/ is not a package.
+    name = "hopper_sol_comfy_client"
+    if name not in sys.modules:
+        path = Path(__file__).absolute().parent / "comfy_client" / "__init__.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+comfy_client = _load_client()
+Client = comfy_client.Client
+ComfyError = comfy_client.ComfyError
+HttpError = comfy_client.HttpError
+NoAnswer = comfy_client.NoAnswer
+ServerError = comfy_client.ServerError
 
 
 class CheckoutError(ComfyError):
     """COMFYUI_PATH, COMFYUI_PYTHON or a checkout cannot be used."""
-
-
-class ServerError(ComfyError):
-    """The server did not start, died, or does not answer. Its log's end is in the text."""
-
-
-class HttpError(ComfyError):
-    """The server answered with a status >= 400.
-
-    Attributes:
-        status: the HTTP status.
-        body: the answer as parsed JSON where it is JSON, else as text.
-    """
-
-    def __init__(self, method: str, path: str, status: int, body: Any):
-        text = body if isinstance(body, str) else "" if body is None else json.dumps(body)
-        super().__init__(f"{method} {path}: HTTP {status} {text[:2000]}".rstrip())
-        self.status = status
-        self.body = body
-
-
-class PromptRejected(ComfyError):
-    """The server refuses a prompt, or accepts only a part of it. Nothing of it is left queued.
-
-    Attributes:
-        error: ComfyUI's "error" object ({} if only some outputs were refused).
-        node_errors: {node id: {"class_type", "errors": [...]}}.
-    """
-
-    def __init__(self, error: dict, node_errors: dict | None):
-        lines = [_error_line(error)] if error else []
-        # ComfyUI has [] here when there is nothing to say about single nodes.
-        node_errors = node_errors or {}
-        for node_id, node in node_errors.items():
-            for item in node.get("errors", []):
-                lines.append(f"node {node_id} ({node.get('class_type')}): {_error_line(item)}")
-        super().__init__("prompt rejected: " + ("; ".join(lines) or "no reason given"))
-        self.error = error
-        self.node_errors = node_errors
-
-
-class PromptFailed(ComfyError):
-    """The prompt ran and ended in an error.
-
-    Attributes:
-        entry: its /history entry.
-        details: the data of the "execution_error" message (node_id, node_type, exception_type,
-            exception_message, traceback), {} if there was none.
-    """
-
-    def __init__(self, text: str, entry: dict, details: dict):
-        super().__init__(text)
-        self.entry = entry
-        self.details = details
-
-
-class PromptInterrupted(PromptFailed):
-    """The prompt was interrupted while it ran."""
-
-
-class PromptLost(ComfyError):
-    """The server neither runs, queues nor remembers the prompt."""
-
-
-class PromptTimeout(ComfyError, TimeoutError):
-    """The prompt was not done in time. It may still be running."""
-
-
-class _Unreachable(Exception):
-    """No answer. `refused` is True where nothing listens at all."""
-
-    def __init__(self, cause: BaseException, refused: bool):
-        super().__init__(f"{type(cause).__name__}: {cause}")
-        self.refused = refused
 
 
 # ---- finding a checkout
@@ -374,158 +308,7 @@ def _pack_files(pack_root: Path) -> list[Path]:
     return [file for file in files if (pack_root / file).is_file()]
 
 
-# ---- talking to a server
-
-
-class Client:
-    """HTTP to a running ComfyUI.
-
-    Args:
-        url: "http://127.0.0.1:8188".
-        check_alive: called when there is no answer; raises ServerError if the server is dead.
-    """
-
-    def __init__(self, url: str, check_alive: Callable[[], None] | None = None):
-        self.url = url
-        self._check_alive = check_alive or (lambda: None)
-        # A proxy for the outside world must not see requests to the loopback.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def get(self, path: str, timeout: float = 30.0) -> Any:
-        """The answer to GET `path` as parsed JSON (None if empty). Raises HttpError, ServerError."""
-        return self._answer("GET", path, None, timeout)
-
-    def post(self, path: str, body: Any, timeout: float = 60.0) -> Any:
-        """The answer to POST `path` with `body` as JSON. Raises HttpError, ServerError."""
-        return self._answer("POST", path, body, timeout)
-
-    def queue(self, prompt: Mapping[str, Any], client_id: str | None = None) -> str:
-        """Queue an API-format prompt; its prompt_id.
-
-        Raises:
-            PromptRejected: the server refuses it, or part of it.
-        """
-        body = {"prompt": prompt, "client_id": client_id or uuid.uuid4().hex}
-        try:
-            answer = self.post("/prompt", body)
-        except HttpError as error:
-            if isinstance(error.body, dict) and "error" in error.body:
-                raise PromptRejected(
-                    _as_dict(error.body["error"]), error.body.get("node_errors")
-                ) from error
-            raise
-        prompt_id = answer["prompt_id"]
-        if answer.get("node_errors"):
-            # ComfyUI runs what is left of such a prompt; half a result is no result here.
-            self.post("/queue", {"delete": [prompt_id]})
-            self.interrupt(prompt_id)
-            raise PromptRejected({}, answer["node_errors"])
-        return prompt_id
-
-    def wait(
-        self,
-        prompt_id: str,
-        timeout: float = 600.0,
-        on_poll: Callable[[str, float], None] | None = None,
-        interval: float = 0.1,
-    ) -> dict:
-        """The /history entry of a prompt that ended well ("status", "outputs").
-
-        /history says nothing about a prompt that has not ended, and nothing about one that never
-        was; so /queue is asked too, and what stands in neither is lost, not awaited.
-
-        Args:
-            timeout: seconds.
-            on_poll: called at each poll with "pending" or "running" and the seconds waited.
-
-        Raises:
-            PromptFailed, PromptInterrupted: it ended otherwise.
-            PromptLost: the server does not know it (any more).
-            PromptTimeout: `timeout` passed.
-            ServerError: the server died or stopped answering.
-        """
-        start = time.monotonic()
-        refused_since = None
-        state = "pending"
-        while True:
-            left = timeout - (time.monotonic() - start)
-            if left <= 0:
-                raise PromptTimeout(f"prompt {prompt_id}: still {state} after {timeout:g} s")
-            try:
-                state, entry = self._job(prompt_id, min(30.0, max(1.0, left)))
-                refused_since = None
-            except _Unreachable as error:
-                self._check_alive()
-                # A busy server may keep a request waiting for long: only the deadline ends that.
-                refused_since = (refused_since or time.monotonic()) if error.refused else None
-                if refused_since and time.monotonic() - refused_since > REFUSED_GRACE_S:
-                    raise ServerError(
-                        f"{self.url} has stopped answering ({error}); prompt {prompt_id} is lost"
-                    ) from error
-                entry = None
-            if state == "done":
-                return _check_entry(prompt_id, entry)
-            if state == "unknown":
-                raise PromptLost(
-                    f"prompt {prompt_id}: neither queued, running nor in the history of "
-                    f"{self.url}; it was deleted, or the server was restarted"
-                )
-            if on_poll:
-                on_poll(state, time.monotonic() - start)
-            time.sleep(interval)
-
-    def run(
-        self,
-        prompt: Mapping[str, Any],
-        timeout: float = 600.0,
-        on_poll: Callable[[str, float], None] | None = None,
-    ) -> dict:
-        """queue() and wait()."""
-        return self.wait(self.queue(prompt), timeout, on_poll)
-
-    def object_info(self, node: str | None = None) -> dict:
-        """What the server says of its nodes, or of one."""
-        return self.get("/object_info" + (f"/{node}" if node else ""))
-
-    def interrupt(self, prompt_id: str | None = None) -> None:
-        """Interrupt what runs now, or only the given prompt where the server can tell."""
-        self.post("/interrupt", {"prompt_id": prompt_id} if prompt_id else {})
-
-    def _job(self, prompt_id: str, timeout: float) -> tuple[str, dict | None]:
-        for last_look in (False, True):
-            history = self._request("GET", f"/history/{prompt_id}", None, timeout) or {}
-            if prompt_id in history:
-                return "done", history[prompt_id]
-            if last_look:
-                break
-            queue = self._request("GET", "/queue", None, timeout) or {}
-            for key, state in (("queue_running", "running"), ("queue_pending", "pending")):
-                if any(item[1] == prompt_id for item in queue.get(key, [])):
-                    return state, None
-            # Not queued: it may have ended between the two requests, so look once more.
-        return "unknown", None
-
-    def _answer(self, method: str, path: str, body: Any, timeout: float) -> Any:
-        try:
-            return self._request(method, path, body, timeout)
-        except _Unreachable as error:
-            self._check_alive()
-            raise ServerError(f"{method} {self.url}{path}: no answer ({error})") from error
-
-    def _request(self, method: str, path: str, body: Any, timeout: float) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {} if data is None else {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, data, headers, method=method)
-        try:
-            with self._opener.open(request, timeout=timeout) as answer:
-                return _parse(answer.read())
-        except urllib.error.HTTPError as error:
-            raise HttpError(method, path, error.code, _parse(error.read())) from error
-        except (OSError, http.client.HTTPException) as error:
-            # URLError is an OSError that hides the real one.
-            cause = getattr(error, "reason", error)
-            cause = cause if isinstance(cause, BaseException) else error
-            raise _Unreachable(cause, isinstance(cause, ConnectionRefusedError)) from error
+# ---- a server of our own
 
 
 class Server(Client):
@@ -636,6 +419,15 @@ class Server(Client):
             # What the server started may outlive it.
             _signal_group(process, "SIGKILL")
 
+    def restart(self) -> None:
+        """stop(), and start again on the same port."""
+        self.stop()
+        any_port, self._any_port = self._any_port, False
+        try:
+            self.__enter__()
+        finally:
+            self._any_port = any_port
+
     def _start(self) -> None:
         if self._any_port:
             self.port = _free_port()
@@ -665,11 +457,12 @@ class Server(Client):
 
     def _is_up(self) -> bool:
         try:
-            stats = self._request("GET", "/system_stats", None, 5.0)
-        except (_Unreachable, HttpError):
+            stats = comfy_client.Client(self.url).get("/system_stats", 5.0)
+        except (ServerError, HttpError):
             return False
         # Another server may own the port while ours is about to fail on it.
-        argv = _as_dict(_as_dict(stats).get("system")).get("argv")
+        system = stats.get("system") if isinstance(stats, dict) else None
+        argv = system.get("argv") if isinstance(system, dict) else None
         return argv is None or str(self.base_directory) in argv
 
     def _raise_if_dead(self) -> None:
@@ -682,52 +475,6 @@ class Server(Client):
                 f"({' '.join(self._process.args)}); the end of its log ({self.log_path}):\n"
                 f"{self.log_tail()}"
             )
-
-
-def _check_entry(prompt_id: str, entry: dict) -> dict:
-    status = _as_dict(entry.get("status"))
-    messages = dict(status.get("messages") or [])
-    if "execution_interrupted" in messages:
-        at = _as_dict(messages["execution_interrupted"])
-        where = f"in node {at.get('node_id')} ({at.get('node_type')})"
-        raise PromptInterrupted(f"prompt {prompt_id}: interrupted {where}", entry, {})
-    if "execution_error" in messages:
-        details = _as_dict(messages["execution_error"])
-        raise PromptFailed(
-            f"prompt {prompt_id}: node {details.get('node_id')} ({details.get('node_type')}) "
-            f"failed: {details.get('exception_type')}: "
-            f"{str(details.get('exception_message')).strip()}",
-            entry,
-            details,
-        )
-    if status.get("status_str") != "success":
-        raise PromptFailed(
-            f"prompt {prompt_id}: ended with status {status.get('status_str')!r}, need 'success'",
-            entry,
-            {},
-        )
-    return entry
-
-
-def _error_line(error: dict) -> str:
-    parts = (str(error.get(key) or "").strip() for key in ("message", "details"))
-    return ": ".join(part for part in parts if part) or str(error.get("type") or error)
-
-
-def _as_dict(value: Any) -> dict:
-    if isinstance(value, dict):
-        return value
-    return {} if value is None else {"message": str(value)}
-
-
-def _parse(data: bytes) -> Any:
-    text = data.decode("utf-8", "replace")
-    if not text.strip():
-        return None
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _last_line(text: str) -> str:

@@ -176,7 +176,7 @@ def test_gate_without_a_mask(bench, add_backend, with_mask, speeds):
 
     add_backend("broken", own_routing_only)
     (row,) = bench(*TINY, "broken").rows
-    assert row["parity_ok"] is False and row["gate"] == "same mask" and speeds(row) == []
+    assert row["parity_ok"] is False and row["gate"] == "own routing" and speeds(row) == []
     assert "rel_l2 0.02" in row["error"]
 
 
