@@ -1,5 +1,7 @@
 """Sol-Attn: training-free block-sparse attention with block summaries (README.md)."""
 
+import logging
+
 import torch
 
 from ..registry import Backend, register
@@ -17,6 +19,8 @@ from .op import (
 )
 from .token_order import inverse, morton_order, span_order
 
+log = logging.getLogger("hopper_sol")
+
 
 def _load_reference():
     from .reference_backend import sol_attention_fwd_reference
@@ -25,6 +29,9 @@ def _load_reference():
 
 
 def _load_triton():
+    log.info(
+        "Sol-Attn: Triton compiles its kernels at first use, some 10 s, and keeps them on disk"
+    )
     from .triton_backend import sol_attention_fwd_triton
 
     return sol_attention_fwd_triton
