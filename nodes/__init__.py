@@ -11,6 +11,7 @@ log = logging.getLogger("hopper_sol")
 # (module, class), in the order of the menu.
 NODES = (
     ("load_model", "HopperSolLoadVideoModel"),
+    ("fp8_linear", "HopperSolFP8Linear"),
     ("sol_attention", "HopperSolAttention"),
     ("run_report", "HopperSolRunReport"),
     ("synthetic_conditioning", "HopperSolSyntheticConditioning"),

@@ -5,10 +5,9 @@ from comfy_api.latest import io
 from .patching.apply import apply_sol_attention
 from .patching.layers import EXAMPLE, check_layer_text
 from .patching.plan import SolAttentionRequest
+from .patching.presets import CUSTOM, PRESETS, with_preset
 from .patching.resolve import CHOICES, RANGES
 from .schema import known, schema
-
-PRESETS = ("custom",)
 
 
 class HopperSolAttention(io.ComfyNode):
@@ -61,7 +60,10 @@ class HopperSolAttention(io.ComfyNode):
                 combo(
                     "preset",
                     list(PRESETS),
-                    "custom uses the values below as they stand. Named presets come in a later version.",
+                    "Choosing one fills in the inputs below, which stay editable; a change by hand sets "
+                    "custom. few-step is for distilled models (Lightning) of 8 or 4 steps. In an API "
+                    "prompt a preset fills in the inputs that are left out; those given always win, and "
+                    "the Run Report names them.",
                 ),
                 number(
                     io.Float,
@@ -91,8 +93,9 @@ class HopperSolAttention(io.ComfyNode):
                     -1,
                     1,
                     "Steps at the start of each sampler run that stay dense. -1: 20 % of this run's "
-                    "steps, at least 1. A second sampler (Wan 2.2 low noise) counts from 0 again: set "
-                    "0 there to keep it sparse throughout.",
+                    "steps, at least 1, if it begins from noise (in the first tenth of the noise "
+                    "schedule); 0 if it continues a denoise, as Wan 2.2's low-noise model and image to "
+                    "image do. Any other number counts in every run.",
                 ),
                 number(
                     io.Int,
@@ -133,7 +136,8 @@ class HopperSolAttention(io.ComfyNode):
                     "smoothing",
                     list(CHOICES["smoothing"]),
                     "Subtract means before FP8 rounding: k the sequence mean of K, kv that of K and V, "
-                    "block the mean of each K block. Without FP8 it changes nothing. auto: none for Wan.",
+                    "block the mean of each K block. Without FP8 it changes nothing. auto: k for Wan, "
+                    "where it lowers the FP8 error at next to no cost.",
                     advanced=True,
                 ),
                 switch(
@@ -145,7 +149,9 @@ class HopperSolAttention(io.ComfyNode):
                 combo(
                     "sinks",
                     list(CHOICES["sinks"]),
-                    "Conditioning tokens inside the sequence that stay exact. Wan has none.",
+                    "Conditioning tokens beside the video in the sequence, such as Wan's reference "
+                    "latents. kv: exact for every token (auto); kv_and_rows: their own attention is exact "
+                    "too; off: treated like the video. audio_rows equals kv for Wan.",
                     advanced=True,
                 ),
                 combo(
@@ -190,9 +196,11 @@ class HopperSolAttention(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(cls, model, enabled=True, preset="custom", **inputs) -> io.NodeOutput:
+    def execute(cls, model, enabled=True, preset=CUSTOM, **inputs) -> io.NodeOutput:
         if not enabled:
             return io.NodeOutput(model)
-        if preset not in PRESETS:
-            raise ValueError(f"preset: got {preset!r}, need one of {', '.join(PRESETS)}")
-        return io.NodeOutput(apply_sol_attention(model, SolAttentionRequest(**inputs)))
+        # An input that the prompt leaves out is not among these.
+        inputs = with_preset(preset, inputs)
+        return io.NodeOutput(
+            apply_sol_attention(model, SolAttentionRequest(preset=preset, **inputs))
+        )

@@ -1,6 +1,8 @@
-// Shows the text of a Run Report in its node. ComfyUI loads this file by itself; it is the only one.
+// Shows the text of a Run Report in its node, and fills in the presets of a Sol Attention node.
+// ComfyUI loads this file by itself; it is the only one.
 
 import { app } from "../../scripts/app.js";
+import { fillFromPreset, presetAfter } from "./lib/presets.mjs";
 import { reportText, splitLocator } from "./lib/report.mjs";
 
 const NODE = "HopperSolRunReport";
@@ -88,5 +90,38 @@ app.registerExtension({
       const node = nodeAt(locator);
       if (node?.comfyClass === NODE) showReport(node, output);
     }
+  },
+});
+
+const ATTENTION = "HopperSolAttention";
+
+// Call `react` with the new value after what a widget does itself when a person changes it. Loading
+// a workflow writes values without that, so a saved preset never overwrites what was saved with it.
+function onChange(widget, react) {
+  const previous = widget.callback;
+  widget.callback = function (value) {
+    const result = previous?.apply(this, arguments);
+    react(value);
+    return result;
+  };
+}
+
+app.registerExtension({
+  name: "hopper_sol.presets",
+
+  nodeCreated(node) {
+    if (node.comfyClass !== ATTENTION) return;
+    const preset = node.widgets?.find((widget) => widget.name === "preset");
+    if (!preset) return;
+    for (const widget of node.widgets) {
+      if (widget === preset) continue;
+      onChange(widget, (value) => {
+        preset.value = presetAfter(preset.value, widget.name, value);
+      });
+    }
+    onChange(preset, (name) => {
+      fillFromPreset(node.widgets, name);
+      node.setDirtyCanvas?.(true, true);
+    });
   },
 });

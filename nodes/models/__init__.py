@@ -1,6 +1,6 @@
 """Model families: what patches must know of them. One file a family, listed here."""
 
-from .base import ModelAdapter
+from .base import ATTENTION, FFN, LinearLayer, ModelAdapter, TokenSequence
 from .wan import WanAdapter
 
 ADAPTERS: tuple[type[ModelAdapter], ...] = (WanAdapter,)
@@ -23,4 +23,13 @@ def family_names() -> str:
     return " or ".join(adapter.family for adapter in ADAPTERS)
 
 
-__all__ = ["ADAPTERS", "ModelAdapter", "family_names", "find_adapter"]
+__all__ = [
+    "ADAPTERS",
+    "ATTENTION",
+    "FFN",
+    "LinearLayer",
+    "ModelAdapter",
+    "TokenSequence",
+    "family_names",
+    "find_adapter",
+]

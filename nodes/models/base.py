@@ -1,10 +1,56 @@
 """What the patches need to know of a model family. Pure description: no patching, no kernels."""
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 Grid = tuple[int, int, int]
+ATTENTION = "attention"
+FFN = "ffn"
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A Linear of a transformer block: its name below the diffusion model, block index and role.
+
+    role: "attention" or "ffn".
+    """
+
+    name: str
+    block: int
+    role: str
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """Where the tokens of one forward lie: conditioning, then the video, then more conditioning.
+
+    Attributes:
+        grid: (t, h, w) of the video.
+        before, after: tokens of references and the like in front of the video and behind it.
+    """
+
+    grid: Grid
+    before: int = 0
+    after: int = 0
+
+    @property
+    def video(self) -> tuple[int, int]:
+        """(start, stop) of the video."""
+        return self.before, self.before + math.prod(self.grid)
+
+    @property
+    def tokens(self) -> int:
+        """Length of the whole sequence."""
+        return self.video[1] + self.after
+
+    @property
+    def conditioning(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of everything that is not video; empty ranges left out."""
+        ranges = ((0, self.before), (self.video[1], self.tokens))
+        return tuple((start, stop) for start, stop in ranges if start < stop)
 
 
 @dataclass(frozen=True)
@@ -20,6 +66,8 @@ class ModelAdapter(ABC):
         text_dim: width of the conditioning tokens.
         publishes_block_index: this ComfyUI tells attention calls their block.
         unsupported: why our attention leaves this model dense, or None.
+        nested_blocks: further blocks with self-attention run in a block's turn, under its index.
+        linears: the Linears of the blocks that FP8 may take over, in the order they run.
     """
 
     family: ClassVar[str]
@@ -37,6 +85,8 @@ class ModelAdapter(ABC):
     text_dim: int
     publishes_block_index: bool
     unsupported: str | None
+    linears: tuple[LinearLayer, ...] = ()
+    nested_blocks: bool = False
 
     @classmethod
     @abstractmethod
@@ -47,9 +97,40 @@ class ModelAdapter(ABC):
     def grid(self, latent_shape: tuple[int, ...]) -> Grid:
         """(t, h, w) tokens of a latent (B, C, T, H, W)."""
 
+    def sequence(self, latent_shape: tuple[int, ...], inputs: Mapping) -> TokenSequence:
+        """Where the tokens of a forward lie.
+
+        Args:
+            latent_shape: (B, C, T, H, W).
+            inputs: the forward's conditioning by name, as ComfyUI hands it to the model.
+        """
+        return TokenSequence(self.grid(latent_shape))
+
     def default_fp8_layers(self) -> str:
         """Layer text of the blocks whose attention runs in FP8 by default."""
         return "all"
+
+
+def named_linears(blocks, parts: dict[str, tuple[str, ...]]) -> tuple[LinearLayer, ...]:
+    """The Linears that the modules ``blocks``, called "blocks.N", have of ``parts``.
+
+    Args:
+        blocks: modules.
+        parts: role -> names below a block; a block need not have all of them.
+    """
+    found = []
+    for index, block in enumerate(blocks):
+        for role, names in parts.items():
+            for name in names:
+                if _has(block, name):
+                    found.append(LinearLayer(f"blocks.{index}.{name}", index, role))
+    return tuple(found)
+
+
+def _has(module, path: str) -> bool:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module is not None
 
 
 def uses_constant(function, constant: str) -> bool:

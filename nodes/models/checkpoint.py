@@ -25,6 +25,10 @@ _WAN_MARKERS = (
     ("casual_audio_encoder.encoder.final_linear.weight", "S2V"),
     ("audio_proj.audio_proj_glob_1.layer.bias", "HuMo"),
     ("face_adapter.fuser_blocks.0.k_norm.weight", "Animate"),
+    ("patch_embedding_mask.weight", "SCAIL-2"),
+    ("patch_embedding_pose.weight", "SCAIL"),
+    ("patch_embedding_global.weight", "WanDancer"),
+    ("ref_conv.weight", "Fun-Control"),
     ("img_emb.proj.0.bias", "I2V"),
 )
 

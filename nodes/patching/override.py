@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from .neighbours import CallsSeen, explain, name_of
 from .plan import KEY
 
 OVERRIDE = "optimized_attention_override"
@@ -20,7 +21,8 @@ def installed(run, model_options: dict):
     """Context in which the override (and the block index) of ``run`` is on ``model_options``."""
     options = model_options.setdefault("transformer_options", {})
     saved = {key: options[key] for key in (OVERRIDE, "patches_replace") if key in options}
-    override = make_override(run, options.get(OVERRIDE))
+    seen = CallsSeen()
+    override = make_override(run, options.get(OVERRIDE), seen)
     options[OVERRIDE] = override
     if run.needs_block_index:
         options["patches_replace"] = _with_block_index(
@@ -28,11 +30,13 @@ def installed(run, model_options: dict):
         )
     try:
         yield
+        run.record.notes += explain(run, model_options, seen)
     finally:
-        if options.get(OVERRIDE) is not override:
+        # One that hands calls on to ours is named with their number.
+        if options.get(OVERRIDE) is not override and not seen.before_us:
             run.record.notes.append(
                 "the attention override was replaced during the run by "
-                f"{_name(options.get(OVERRIDE))}"
+                f"{name_of(options.get(OVERRIDE))}"
             )
         for key in (OVERRIDE, "patches_replace"):
             if key in saved:
@@ -41,13 +45,8 @@ def installed(run, model_options: dict):
                 options.pop(key, None)
 
 
-def _name(function) -> str:
-    module = getattr(function, "__module__", None)
-    return f"{module}.{getattr(function, '__qualname__', repr(function))}"
-
-
-def make_override(run, previous):
-    """The attention override of one run, chained over ``previous``.
+def make_override(run, previous, seen: CallsSeen | None = None):
+    """The attention override of one run, chained over ``previous``; ``seen`` gets its calls.
 
     A plain function: ComfyUI deep-copies callable objects, and calls an attribute
     ``container_function`` instead of the override if it has one.
@@ -83,15 +82,21 @@ def make_override(run, previous):
             run.record.other(OUTSIDE)
             return decline()
         run.reached(info)
+        first = options.get(OVERRIDE, untraced)
+        if first is not untraced and seen is not None:
+            seen.before_us[name_of(first)] += 1
         if k.shape != q.shape or v.shape != q.shape:
             run.record.other(CROSS_ATTENTION)
             return decline()
         layer = info.block if run.needs_block_index else options.get("block_index")
-        if layer is not None and layer == info.last_block and not run.adapter.unsupported:
+        again = layer is not None and layer == info.last_block
+        if again and not (run.adapter.unsupported or run.adapter.nested_blocks):
             # A block's self-attention comes first: a second call of equal length is its text.
             run.record.other(CROSS_ATTENTION)
             return decline()
         info.last_block = layer
+        if seen is not None:
+            seen.places.add((info.step, layer))
 
         tokens = q.shape[2] if skip_reshape else q.shape[1]
         head_dim = q.shape[3] if skip_reshape else q.shape[2] // heads
@@ -108,7 +113,8 @@ def make_override(run, previous):
         return decline()
 
     # Decisions here depend on step and block; traced, they would recompile for each of them.
-    return torch.compiler.disable(override)
+    untraced = torch.compiler.disable(override)
+    return untraced
 
 
 def _with_block_index(patches_replace: dict, num_blocks: int) -> dict:

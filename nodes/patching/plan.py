@@ -32,6 +32,16 @@ class SolAttentionRequest:
     min_tokens: int = 8192
     on_decline: str = "fallback"
     kv_splits: str = "auto"
+    preset: str = "custom"  # where values came from that the prompt left out
+
+
+@dataclass(frozen=True)
+class FP8LinearRequest:
+    """Inputs of the FP8 Linear node as they were given; see its tooltips."""
+
+    scope: str = "all"
+    layers: str = "all"
+    skip: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class AccelerationPlan:
     """The sum of what the nodes on one model asked for."""
 
     attention: SolAttentionRequest | None = None
+    linear: FP8LinearRequest | None = None
 
     def with_attention(self, request: SolAttentionRequest) -> "AccelerationPlan":
         """This plan plus ``request``; raises ValueError if there is one already."""
@@ -48,6 +59,15 @@ class AccelerationPlan:
                 "remove one of the two"
             )
         return replace(self, attention=request)
+
+    def with_linear(self, request: FP8LinearRequest) -> "AccelerationPlan":
+        """This plan plus ``request``; raises ValueError if there is one already."""
+        if self.linear is not None:
+            raise ValueError(
+                "FP8 Linear: this model already went through an FP8 Linear node; "
+                "remove one of the two"
+            )
+        return replace(self, linear=request)
 
 
 def plan_of(model) -> AccelerationPlan:

@@ -176,7 +176,7 @@ def _means(total: torch.Tensor, calls: torch.Tensor) -> list[float | None]:
 
 
 def summary_line(run: dict) -> str:
-    """A sealed run in one line: counts, density, tokens, backend."""
+    """The attention of a sealed run in one line: counts, density, tokens, backend."""
     total = run["self_attention_calls"]
     dense = ", ".join(f"{n} x {reason}" for reason, n in run["dense_calls"].items())
     tokens = "no" if run["tokens"] is None else run["tokens"]
@@ -187,4 +187,15 @@ def summary_line(run: dict) -> str:
         f"{f' ({n} FP8)' if (n := run['fp8_calls']) else ''}, "
         f"{total - run['sparse_calls']} dense{f' ({dense})' if dense else ''}{density}; "
         f"{tokens} tokens, backend {backend}, {run['seconds']:.1f} s"
+    )
+
+
+def linear_words(section: dict) -> str:
+    """The "linear" section of a sealed run in one line: layers, calls, backend."""
+    calls, fp8 = section["calls"], section["fp8_calls"]
+    other = ", ".join(f"{n} x {reason}" for reason, n in section["fallbacks"].items())
+    backend = ", ".join(section["backend"]) or "none"
+    return (
+        f"{section['converted']} Linears converted, {calls} calls, {fp8} FP8, {calls - fp8} not"
+        f"{f' ({other})' if other else ''}; backend {backend}"
     )

@@ -5,15 +5,15 @@ import json
 import torch
 
 from .history import EARLIER_PROMPT, UNRELATED, Selection
-from .record import SCHEMA_VERSION, summary_line
+from .record import SCHEMA_VERSION, linear_words, summary_line
 
 NOTHING = (
-    "Hopper-Sol: nothing to report. This model has no Sol Attention node that is switched on, so "
-    "every attention call went to ComfyUI's own attention."
+    "Hopper-Sol: nothing to report. This model has no Sol Attention or FP8 Linear node that is "
+    "switched on, so ComfyUI computed everything by itself."
 )
 NO_RUN = (
     "Hopper-Sol: no sampler has run this model. Check that the sampler's model input comes through "
-    "the Sol Attention node."
+    "our nodes, and that this report is on the last of them."
 )
 # What stands above runs that this prompt did not make.
 _SOURCES = {
@@ -54,37 +54,76 @@ def report_text(report: dict) -> str:
         )
     for number, run in enumerate(report["runs"], 1):
         head = f"Run {number} of {len(report['runs'])}: " if len(report["runs"]) > 1 else ""
-        lines.append(head + summary_line(run))
+        if run["settings"] is not None:
+            lines.append(head + summary_line(run))
+        else:  # without Sol Attention, FP8 Linear is what there is
+            what = linear_words(run["linear"])
+            lines.append(f"{head}{run['status']}: {what}, {run['seconds']:.1f} s")
         lines.append(f"  model     {run['model']}")
-        lines.append(f"  plan      {run['plan']}")
-        settings = run["settings"]
-        lines.append(
-            f"  settings  tau {settings['tau']:g}, {settings['estimator']} estimator, precision "
-            f"{settings['precision']}, smoothing {settings['smoothing']}, "
-            f"token order {settings['token_order']}"
-        )
-        for reason, count in run["dense_calls"].items():
-            lines.append(f"  dense     {count} calls: {reason}")
-        idle = sum(1 for row in run["map"] if all(value is None for value in row))
-        if run["status"] == "finished" and idle:
-            lines.append(f"  skipped   {idle} of {run['steps']} steps made no attention call")
-        for kind, count in run["other_calls"].items():
-            lines.append(f"  passed on {count} calls: {kind}")
-        for dtype, count in run["cast_from"].items():
-            lines.append(f"  cast      {count} calls from {dtype} to bfloat16")
-        for name, reason in run["declined_backends"].items():
-            lines.append(f"  backend   {name} declined: {reason}")
-        for place in run["nonfinite"][:5]:
-            lines.append(
-                f"  WARNING   non-finite output in {place['calls']} calls at step "
-                f"{place['step'] + 1}, layer {place['layer']} (it may have come in with the input)"
-            )
-        if len(run["nonfinite"]) > 5:
-            lines.append(f"  WARNING   and at {len(run['nonfinite']) - 5} further places")
+        if run["settings"] is not None:
+            lines += _attention_lines(run)
+        if run["linear"] is not None:
+            lines += _linear_lines(run["linear"])
         lines += [f"  note      {note}" for note in run["notes"]]
         if run["error"]:
             lines.append(f"  error     {run['error']}")
     return "\n".join(lines)
+
+
+def _attention_lines(run: dict) -> list[str]:
+    lines = []
+    lines.append(f"  plan      {run['plan']}")
+    settings = run["settings"]
+    preset = settings.get("preset", "custom")
+    preset = "" if preset == "custom" else f"preset {preset}: "
+    lines.append(
+        f"  settings  {preset}tau {settings['tau']:g}, {settings['estimator']} estimator, precision "
+        f"{settings['precision']}, smoothing {settings['smoothing']}, "
+        f"token order {settings['token_order']}"
+    )
+    for reason, count in run["dense_calls"].items():
+        lines.append(f"  dense     {count} calls: {reason}")
+    idle = sum(1 for row in run["map"] if all(value is None for value in row))
+    if run["status"] == "finished" and idle:
+        lines.append(f"  skipped   {idle} of {run['steps']} steps made no attention call")
+    for kind, count in run["other_calls"].items():
+        lines.append(f"  passed on {count} calls: {kind}")
+    for dtype, count in run["cast_from"].items():
+        lines.append(f"  cast      {count} calls from {dtype} to bfloat16")
+    for name, reason in run["declined_backends"].items():
+        lines.append(f"  backend   {name} declined: {reason}")
+    for place in run["nonfinite"][:5]:
+        lines.append(
+            f"  WARNING   non-finite output in {place['calls']} calls at step "
+            f"{place['step'] + 1}, layer {place['layer']} (it may have come in with the input)"
+        )
+    if len(run["nonfinite"]) > 5:
+        lines.append(f"  WARNING   and at {len(run['nonfinite']) - 5} further places")
+    return lines
+
+
+def _linear_lines(linear: dict) -> list[str]:
+    settings = linear["settings"]
+    skip = f", skip {settings['skip']}" if settings["skip"].strip() else ""
+    formats = ", ".join(f"{n} from {name}" for name, n in linear["formats"].items())
+    lines = [
+        f"  linear    {linear_words(linear)}",
+        f"  settings  scope {settings['scope']}, layers {settings['layers']}{skip}",
+        f"  converted {formats}: {_blocks(linear['converted_layers'])}",
+    ]
+    for left in linear["skipped"]:
+        lines.append(
+            f"  left out  {left['count']} Linears, {left['reason']}: {_blocks(left['layers'])}"
+        )
+    for reason, count in linear["fallbacks"].items():
+        lines.append(f"  fallback  {count} Linear calls in the model's precision: {reason}")
+    for name, reason in linear["declined_backends"].items():
+        lines.append(f"  backend   {name} declined Linears: {reason}")
+    return lines + [f"  note      {note}" for note in linear["notes"]]
+
+
+def _blocks(layers: dict[str, str]) -> str:
+    return "; ".join(f"{part} {blocks}" for part, blocks in layers.items())
 
 
 def report_picture(report: dict) -> torch.Tensor:
@@ -113,6 +152,8 @@ def _map_picture(run: dict) -> torch.Tensor:
     draw = ImageDraw.Draw(image)
     density = run["density"]
     what = "dense" if density is None else f"mean density of sparse calls {density:.1%}"
+    if run["settings"] is None:
+        what = "no Sol Attention, FP8 Linear only"
     draw.text((8, 4), f"{run['model']}: {what}", fill=text)
     draw.text((8, 20), "steps down, layers across; bright: exact, dark: summarised", fill=faint)
     every = 1 if cell >= 20 else 5  # labels must not run into each other

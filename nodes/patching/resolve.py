@@ -1,11 +1,12 @@
 """A request with every "auto" filled in from the model family, checked against the model."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from ...kernels import SolAttnConfig
 from ..models import ModelAdapter
 from .layers import parse_layers
 from .plan import SolAttentionRequest
+from .presets import PRESETS, overridden
 
 # The article's words -> (k_smoothing, v_smoothing)
 SMOOTHING = {
@@ -48,6 +49,7 @@ CHOICES = {
     "token_order": ("auto", "none", "morton_3d", "morton_2d"),
     "on_decline": ("fallback", "error"),
     "kv_splits": ("auto", "1", "2", "4"),
+    "preset": tuple(PRESETS),
 }
 RANGES = {
     "tau": (-1000.0, 8.0),
@@ -88,6 +90,10 @@ def resolve(request: SolAttentionRequest, adapter: ModelAdapter) -> AttentionSet
             f"start_percent: got {request.start_percent:g}, need at most end_percent "
             f"{request.end_percent:g}"
         )
+    notes = []
+    if other := overridden(request.preset, asdict(request)):
+        given = ", ".join(f"{name} {getattr(request, name)} (not {other[name]})" for name in other)
+        notes.append(f"preset {request.preset}: these inputs were given and win: {given}")
     request = replace(
         request,
         estimator=_auto(request.estimator, adapter.default_estimator),
@@ -108,7 +114,6 @@ def resolve(request: SolAttentionRequest, adapter: ModelAdapter) -> AttentionSet
         kv_splits=splits if splits == "auto" else int(splits),
     )
     fp8 = {"auto": None, "fp8": "fp8", "bf16": "bf16"}[request.precision]
-    notes = []
     if not adapter.prefix_words and request.sinks not in ("auto", "off"):
         notes.append(
             f"sinks {request.sinks}: {adapter.family} has no conditioning tokens in its sequence"

@@ -1,4 +1,4 @@
-"""One Sol Attention node's state, and one sampler run of it.
+"""One sampler run with Sol Attention.
 
 Three places meet in a run:
 
@@ -12,7 +12,7 @@ Three places meet in a run:
 import logging
 import os
 import threading
-import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -25,20 +25,16 @@ from ...kernels import (
     TokenLayout,
     choose_backend,
     device_facts,
-    inverse,
     morton_order,
     sol_attention,
     span_order,
 )
-from ..models import ModelAdapter
-from .history import RunHistory
-from .latent_mark import mark_of
+from ..models import ModelAdapter, TokenSequence
+from .failures import describe_failure, is_interrupt, raise_if_sticky
 from .layers import describe_layers
-from .override import installed
-from .plan import KEY
 from .record import RunRecorder, outliving, summary_line
 from .resolve import AttentionSettings
-from .steps import StepPolicy
+from .steps import FROM_NOISE_PERCENT, StepPolicy
 
 log = logging.getLogger("hopper_sol")
 DENSE_LAYER = "dense layer"
@@ -67,59 +63,10 @@ class ForwardInfo:
         return self
 
 
-class SolAttentionRuntime:
-    """Settings and run records behind one Sol Attention node; shared by every clone of its model."""
-
-    def __init__(self, settings: AttentionSettings, adapter: ModelAdapter):
-        self.settings = settings
-        self.adapter = adapter
-        self.history = RunHistory()
-        self._active: list[SolAttentionRun] = []
-
-    def __deepcopy__(self, memo):
-        # ComfyUI of 2025 deep-copies model options; a copy would split the records.
-        return self
-
-    def outer_sample(self, executor, *args, **kwargs):
-        """OUTER_SAMPLE wrapper: one sampler run."""
-        guider = executor.class_obj
-        noise = kwargs.get("noise", args[0] if args else None)
-        sigmas = kwargs.get("sigmas", args[3] if len(args) > 3 else None)
-        run = SolAttentionRun(self, guider, noise, sigmas)
-        status, error, mark = "failed", None, None
-        self._active.append(run)
-        try:
-            with installed(run, guider.model_options):
-                result = executor(*args, **kwargs)
-            status, mark = "finished", mark_of(result)
-            return result
-        except BaseException as exception:
-            error = f"{type(exception).__name__}: {exception}".strip(": ")
-            if type(exception).__name__ == "InterruptProcessingException":
-                status, error = "interrupted", None
-            raise
-        finally:
-            self._active.remove(run)
-            self.history.add(run.seal(status, error), mark)
-
-    def prepare_state(self, patcher, timestep, *rest):
-        """ON_PREPARE_STATE callback: the sigma of the coming evaluation, fetched once."""
-        if self._active:
-            self._active[-1].sigma = float(timestep.flatten()[0])
-
-    def apply_model(self, executor, *args, **kwargs):
-        """APPLY_MODEL wrapper: publish what holds for this forward."""
-        options = kwargs.get("transformer_options", args[5] if len(args) > 5 else None)
-        if self._active and options is not None and args:
-            options[KEY] = self._active[-1].begin_forward(args[0])
-        return executor(*args, **kwargs)
-
-
 class SolAttentionRun:
     """One sampler run."""
 
-    def __init__(self, runtime: SolAttentionRuntime, guider, noise, sigmas):
-        settings, adapter = runtime.settings, runtime.adapter
+    def __init__(self, settings: AttentionSettings, adapter: ModelAdapter, guider, noise, sigmas):
         request = settings.request
         patcher = guider.model_patcher
         sampling = patcher.get_model_object("model_sampling")
@@ -133,12 +80,14 @@ class SolAttentionRun:
             dense_last_steps=request.dense_last_steps,
             sigma_start=float(sampling.percent_to_sigma(request.start_percent)),
             sigma_end=float(sampling.percent_to_sigma(request.end_percent)),
+            sigma_noise=float(sampling.percent_to_sigma(FROM_NOISE_PERCENT)),
         )
         # Variants we leave alone may not survive a block replacement either (Wan S2V of 2025).
         self.needs_block_index = not (adapter.publishes_block_index or adapter.unsupported)
         self.sigma = self.steps.sigmas[0] if self.steps.sigmas else 0.0
         self._failed: set[str] = set()
         self._orders: dict = {}
+        self._conditioning: set[tuple[int, int]] = set()  # tokens (before, after) the video seen
         self._lock = threading.Lock()
         prompt_id, node_id = executing()
         self.record = RunRecorder(
@@ -154,7 +103,6 @@ class SolAttentionRun:
             },
         )
         self.record.notes += settings.notes
-        self._note_bypasses()
         self._check_before_sampling(noise)
         log.info("Sol Attention: %s; %s", adapter.name, self.record.header["plan"])
 
@@ -163,6 +111,11 @@ class SolAttentionRun:
     def seal(self, status: str, error: str | None) -> dict:
         """Close the record, log one line, return it."""
         record = self.record
+        sinks = self.settings.request.sinks
+        words = self.adapter.prefix_words
+        idle = record.forwards and not self._conditioning and not self.adapter.unsupported
+        if words and idle and sinks not in ("auto", "off"):
+            record.notes.append(f"sinks {sinks}: this run had no {words} in its sequence")
         # A run that ended early may not have come as far as its first attention call.
         unseen = record.evaluations and not record.sparse_calls and not record.dense_calls
         if status == "finished" and unseen:
@@ -181,17 +134,8 @@ class SolAttentionRun:
 
     def _describe_plan(self) -> str:
         layers = describe_layers(self.settings.dense_layers)
-        return f"{self.steps.describe()}; dense layers {layers}"
-
-    def _note_bypasses(self) -> None:
-        """Name object patches that replace an attention forward: they never reach the override."""
-        patches = getattr(self.patcher, "object_patches", {})
-        names = [key for key in patches if key.endswith(".forward") and "attn" in key]
-        if names:
-            self.record.notes.append(
-                f"{len(names)} attention forwards are replaced by another node "
-                f"(such as {names[0]}) and may bypass Sol Attention"
-            )
+        why = " (begins below full noise: no automatic dense steps)" if self.steps.continues else ""
+        return f"{self.steps.describe()}{why}; dense layers {layers}"
 
     def _check_before_sampling(self, noise) -> None:
         """With on_decline=error, raise before any GPU work what would decline every call."""
@@ -224,22 +168,52 @@ class SolAttentionRun:
 
     # -- one forward -----------------------------------------------------------------------------
 
-    def begin_forward(self, latent: torch.Tensor) -> ForwardInfo:
-        """Decide what holds for a whole forward on ``latent`` (B, C, T, H, W)."""
+    def begin_forward(self, latent: torch.Tensor, inputs: Mapping | None = None) -> ForwardInfo:
+        """Decide what holds for a whole forward on ``latent`` (B, C, T, H, W).
+
+        inputs: the forward's conditioning by name, as ComfyUI hands it to the model.
+        """
+        inputs = {} if inputs is None else inputs
         step = self.steps.index(self.sigma)
         self.record.evaluation()
         if latent.dim() != 5:
             why = f"the latent has {latent.dim()} dimensions, need 5"
             return ForwardInfo(self, step, TokenLayout(), 0, why)
-        grid = self.adapter.grid(tuple(latent.shape))
-        tokens = grid[0] * grid[1] * grid[2]
+        sequence = self.adapter.sequence(tuple(latent.shape), inputs)
+        tokens = sequence.tokens
         min_tokens = self.settings.request.min_tokens
         why = self.adapter.unsupported
         if why is None and tokens < min_tokens:
             why = f"{tokens} tokens < min_tokens {min_tokens}"
+        if why is None and self.adapter.nested_blocks and _text_tokens(inputs) == tokens:
+            why = (
+                f"{tokens} tokens, as many as the text has: nothing tells the two attentions apart"
+            )
         why = why or self.steps.why_dense(self.sigma)
-        layout = TokenLayout(video=(0, tokens), grid=grid)
-        return ForwardInfo(self, step, layout, tokens, why, batch=latent.shape[0])
+        return ForwardInfo(self, step, self._layout(sequence), tokens, why, batch=latent.shape[0])
+
+    def _layout(self, sequence: TokenSequence) -> TokenLayout:
+        """The token layout of a forward; conditioning stays exact unless ``sinks`` says otherwise."""
+        sinks = self.settings.request.sinks
+        conditioning = sequence.conditioning
+        key = (sequence.before, sequence.after)
+        with self._lock:
+            if conditioning and key not in self._conditioning and not self.adapter.unsupported:
+                self._conditioning.add(key)
+                places = ((key[0], "in front of"), (key[1], "behind"))
+                where = " and ".join(f"{n} {place}" for n, place in places if n)
+                how = {
+                    "off": "are treated like the video",
+                    "kv_and_rows": "are exact, and so is their own attention",
+                }.get(sinks, "are exact for every token")
+                words = self.adapter.prefix_words
+                self.record.notes.append(f"{words}: {where} the video; they {how}")
+        return TokenLayout(
+            sink_kv=() if sinks == "off" else conditioning,
+            dense_q=conditioning if sinks == "kv_and_rows" else (),
+            video=sequence.video,
+            grid=sequence.grid,
+        )
 
     def reached(self, info: ForwardInfo) -> None:
         """An attention call of the forward came by; counts the forward once."""
@@ -247,18 +221,26 @@ class SolAttentionRun:
             info.begun = True
             self.record.forward(info.tokens, info.batch)
 
-    def token_order(self, info: ForwardInfo, device) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(order, its inverse) on ``device``, or None for raster order. Kept for the run."""
+    def token_order(self, info: ForwardInfo, device) -> torch.Tensor | None:
+        """(T,) int64 on ``device``: the token at each position; None for raster order. Kept for the
+        run.
+
+        The order goes into the op, which fetches rows in it and hands its output back in the
+        model's. Tokens between blocks keep their places, so that dense calls, other packs' patches,
+        rotary embeddings and per-frame timesteps see what they would without us. The other way,
+        permuting hidden states and everything that goes with them once before the first block,
+        would save those fetches but change what all of them see.
+        """
         kind = self.settings.request.token_order
         if kind == "none":
             return None
-        key = (info.layout.grid, info.layout.video, device)
+        key = (info.layout.grid, info.layout.video, info.tokens, device)
         with self._lock:
             if key not in self._orders:
                 curve = morton_order(info.layout.grid, per_frame=kind == "morton_2d")
                 order = span_order(curve, info.layout.video[0], info.tokens)
                 with outliving():
-                    self._orders[key] = (order.to(device), inverse(order).to(device))
+                    self._orders[key] = order.to(device)
             return self._orders[key]
 
     # -- one call --------------------------------------------------------------------------------
@@ -272,7 +254,7 @@ class SolAttentionRun:
         if mask is not None:
             return "attention mask"
         if tokens != info.tokens:
-            return f"{tokens} tokens, the video has {info.tokens}"
+            return f"{tokens} tokens, need the {info.tokens} of the video and its conditioning"
         if kwargs.get("low_precision_attention") is False:
             return "the model asks for full precision"
         if layer is None:
@@ -293,14 +275,17 @@ class SolAttentionRun:
         stats = SolAttnStats()
         try:
             q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-            order = self.token_order(info, q.device)
-            if order is not None:
-                q, k, v = (x.index_select(1, order[0]) for x in (q, k, v))
             out = sol_attention(
-                q, k, v, config=config, layout=info.layout, scale=scale, backend=name, stats=stats
+                q,
+                k,
+                v,
+                config=config,
+                layout=info.layout,
+                scale=scale,
+                order=self.token_order(info, q.device),
+                backend=name,
+                stats=stats,
             )
-            if order is not None:
-                out = out.index_select(1, order[1])
         except Exception as error:
             return None, self._failure(name, error, q.device)
         # The op was asked for one backend by name; who was passed over for it is known here.
@@ -317,34 +302,28 @@ class SolAttentionRun:
 
     def _failure(self, backend: str, error: Exception, device: torch.device) -> str:
         """A kernel failed: raise, or switch the backend off for the run and say so once."""
-        if type(error).__name__ == "InterruptProcessingException":
+        if is_interrupt(error):
             raise error
-        if device.type == "cuda":
-            try:
-                torch.cuda.synchronize(device)
-            except Exception as sticky:
-                raise RuntimeError(
-                    f"Sol Attention: backend {backend!r} left the GPU in an error state "
-                    f"({sticky}); every later call would fail: restart ComfyUI"
-                ) from error
+        raise_if_sticky("Sol Attention", backend, error, device)
         if self.settings.request.on_decline == "error":
             raise error
         with self._lock:
             first = backend not in self._failed
             self._failed.add(backend)
-        what = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if first:
-            log.error(
-                "Sol Attention: backend %r failed and is off for the rest of this run; the call "
-                "is computed again by the next attention in the chain\n%s",
-                backend, "".join(traceback.format_exception(error)),
-            )  # fmt: skip
+            what = describe_failure("Sol Attention", backend, error)
             self.record.notes.append(f"backend {backend!r} failed and was switched off: {what}")
         return f"backend {backend!r} failed"
 
 
 def _why_not_head_dim(head_dim: int) -> str | None:
     return None if head_dim == HEAD_DIM else f"head_dim {head_dim}, need {HEAD_DIM}"
+
+
+def _text_tokens(inputs: Mapping) -> int | None:
+    """Tokens of the text of a forward, (B, L, C)."""
+    text = inputs.get("c_crossattn")
+    return None if text is None or text.dim() != 3 else text.shape[1]
 
 
 def _compute_dtype(patcher) -> torch.dtype:

@@ -10,10 +10,17 @@ from dataclasses import dataclass
 DENSE_STEP = "dense step"
 DENSE_LAST_STEP = "dense last step"
 OUTSIDE_WINDOW = "outside start/end percent"
+# A run that begins in this first part of the model's noise schedule begins from noise. Not exactly
+# at its top: some schedulers (ddim_uniform) leave out the first of their few steps.
+FROM_NOISE_PERCENT = 0.1
 
 
 def automatic_dense_steps(total: int) -> int:
-    """20 % of the steps, rounded up, at least 1: 4 -> 1, 8 -> 2, 20 -> 4, 50 -> 10."""
+    """20 % of the steps, rounded up, at least 1: 4 -> 1, 8 -> 2, 20 -> 4, 50 -> 10.
+
+    Layout and motion are settled in the first steps from noise. A run that begins later (the
+    low-noise model of two, image to image) gets none: they are settled in what it was given.
+    """
     return max(1, -(-total // 5))
 
 
@@ -25,6 +32,7 @@ class StepPolicy:
         sigmas: schedule of this run, one more than its steps, from high to low.
         dense_first, dense_last: steps at both ends that stay dense.
         sigma_start, sigma_end: sparse only while sigma_end <= sigma <= sigma_start.
+        continues: automatic dense steps were asked for and are 0, as the run begins below noise.
     """
 
     sigmas: tuple[float, ...]
@@ -32,6 +40,7 @@ class StepPolicy:
     dense_last: int
     sigma_start: float = math.inf
     sigma_end: float = 0.0
+    continues: bool = False
 
     @classmethod
     def resolve(
@@ -42,12 +51,23 @@ class StepPolicy:
         dense_last_steps: int,
         sigma_start: float,
         sigma_end: float,
+        sigma_noise: float = 0.0,
     ) -> "StepPolicy":
-        """Policy for a schedule; ``dense_steps`` -1 means automatic."""
+        """Policy for a schedule.
+
+        Args:
+            dense_steps: -1 means automatic.
+            sigma_noise: a run that begins at or above it begins from noise.
+        """
         sigmas = tuple(float(s) for s in sigmas)
         total = max(0, len(sigmas) - 1)
-        first = automatic_dense_steps(total) if dense_steps < 0 else dense_steps
-        return cls(sigmas, min(first, total), min(dense_last_steps, total), sigma_start, sigma_end)
+        continues = dense_steps < 0 and total > 0 and sigmas[0] < sigma_noise - 1e-6
+        if continues:
+            first = 0
+        else:
+            first = automatic_dense_steps(total) if dense_steps < 0 else dense_steps
+        first, last = min(first, total), min(dense_last_steps, total)
+        return cls(sigmas, first, last, sigma_start, sigma_end, continues)
 
     @property
     def total(self) -> int:

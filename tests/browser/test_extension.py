@@ -4,7 +4,7 @@ import pytest
 
 pytestmark = pytest.mark.browser
 
-EXTENSION = "hopper_sol.run_report"
+EXTENSIONS = ["hopper_sol.run_report", "hopper_sol.presets"]
 REPORT = "textarea[aria-label='Run report']"
 PLACEHOLDER = "The report appears here after a run."
 NODES = [
@@ -60,9 +60,9 @@ def executed(page, node_id, output):
     )
 
 
-def test_extension_registers_once_and_without_errors(page, errors):
+def test_extensions_register_once_and_without_errors(page, errors):
     names = page.evaluate("app.extensions.map(extension => extension.name)")
-    assert [name for name in names if "hopper" in name] == [EXTENSION]
+    assert [name for name in names if "hopper" in name] == EXTENSIONS
     assert errors == []
 
 

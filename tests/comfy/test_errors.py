@@ -107,20 +107,17 @@ def test_nan_output_is_reported_with_its_place(comfy, sol):
     assert "non-finite output in 1 calls at step 3, layer 1" in result.text()
 
 
-def test_option_without_a_backend_declines_with_a_reason(comfy, sol, plain):
-    options = {
-        "smoothing": "block",
-        "precision": "fp8",
-        "fp8_layers": "all",
-        "dense_layers": "none",
-    }
-    result = comfy.queue(comfy.graph([sol(**options)]))
+DECLINES = ("kernel", "ProbeKernel", {"mode": "decline", "name": "unread"})
+
+
+def test_call_that_every_backend_declines_is_dense_with_a_reason(comfy, sol, plain):
+    result = comfy.queue(comfy.graph([DECLINES, sol(dense_layers="none")]))
     run = result.run()
     assert run["sparse_calls"] == 0 and torch.equal(result.latent(), plain)
-    assert any("k_smoothing 'block'" in reason for reason in run["dense_calls"])
-    assert "k_smoothing 'block'" in run["declined_backends"]["reference"]
-    said = comfy.refused(comfy.graph([sol(on_decline="error", **options)]))
-    assert "can't run here" in said and "k_smoothing 'block'" in said and "fallback" in said
+    assert any("probe: declines every call" in reason for reason in run["dense_calls"])
+    assert run["declined_backends"]["reference"] == "probe: declines every call"
+    said = comfy.refused(comfy.graph([DECLINES, sol(on_decline="error")]))
+    assert "can't run here" in said and "probe: declines every call" in said and "fallback" in said
 
 
 def test_sinks_without_conditioning_tokens_are_noted(comfy, sol):
@@ -134,7 +131,7 @@ def test_sinks_without_conditioning_tokens_are_noted(comfy, sol):
         ("on_decline", "raise", ["on_decline: got 'raise'", "fallback, error"]),
         ("dense_steps", -7, ["dense_steps: got -7", "-1 .. 1000"]),
         ("dense_layers", 3, ["dense_layers: got 3", "need a text"]),
-        ("preset", "fast", ["preset: got 'fast'", "custom"]),
+        ("preset", "faster", ["preset: got 'faster'", "custom, quality, balanced, fast"]),
     ],
 )
 def test_linked_values_are_checked_too(comfy, sol, node, name, value, words):
@@ -156,8 +153,8 @@ def test_linked_file_name(comfy, node):
 
 def test_nothing_to_decline_is_no_error(comfy, sol, plain):
     """Every step is dense by request, so the missing backend does not matter."""
-    options = {"smoothing": "block", "precision": "fp8", "on_decline": "error", "dense_steps": 6}
-    assert torch.equal(comfy.queue(comfy.graph([sol(**options)])).latent(), plain)
+    graph = comfy.graph([DECLINES, sol(on_decline="error", dense_steps=6)])
+    assert torch.equal(comfy.queue(graph).latent(), plain)
 
 
 def test_minimal_prompt(comfy, node):

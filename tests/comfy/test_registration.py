@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOTS = ROOT / "tests" / "snapshots"
 NODES = (
     "HopperSolLoadVideoModel",
+    "HopperSolFP8Linear",
     "HopperSolAttention",
     "HopperSolRunReport",
     "HopperSolSyntheticConditioning",

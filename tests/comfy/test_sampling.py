@@ -92,13 +92,17 @@ def test_heun_counts_both_evaluations_of_a_step(comfy, sol):
     assert run["sparse_calls"] == 8 * LAYERS
 
 
-def test_denoise_half_counts_the_steps_of_its_own_run(comfy, sol):
-    run = comfy.queue(comfy.graph([sol()], denoise=0.5, steps=4, cfg=1.0, save=False)).run()
-    assert run["steps"] == 4 and row_kinds(run) == "dsss"
+@pytest.mark.parametrize(("dense_steps", "kinds"), [(-1, "ssss"), (1, "dsss")])
+def test_denoise_half_counts_the_steps_of_its_own_run(comfy, sol, dense_steps, kinds):
+    """What begins below full noise has no automatic dense steps."""
+    patch = sol(dense_steps=dense_steps)
+    run = comfy.queue(comfy.graph([patch], denoise=0.5, steps=4, cfg=1.0, save=False)).run()
+    assert run["steps"] == 4 and row_kinds(run) == kinds
 
 
-def test_two_stages_start_again_at_zero(comfy, sol, node):
-    graph = comfy.graph([sol()], save=False, report=False)
+@pytest.mark.parametrize(("dense_steps", "kinds"), [(-1, ("ds", "ssss")), (1, ("ds", "dsss"))])
+def test_two_stages_start_again_at_zero(comfy, sol, node, dense_steps, kinds):
+    graph = comfy.graph([sol(dense_steps=dense_steps)], save=False, report=False)
     sample = graph.pop("sample")["inputs"]
     del sample["denoise"]
     seed = sample.pop("seed")
@@ -115,7 +119,7 @@ def test_two_stages_start_again_at_zero(comfy, sol, node):
     comfy.finish(graph, ["sol", 0], ["low", 0])
     high, low = comfy.queue(graph).report()
     assert (high["steps"], low["steps"]) == (2, 4)
-    assert (row_kinds(high), row_kinds(low)) == ("ds", "dsss")
+    assert (row_kinds(high), row_kinds(low)) == kinds
     assert high["plan"].startswith("steps 1 dense, 2 sparse")
 
 

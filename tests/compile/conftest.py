@@ -1,4 +1,6 @@
-"""Kernels compiled for sm_90 on a machine without a GPU: ``make test-compile``, a process of its own.
+"""Kernels compiled on a machine without a GPU: ``make test-compile``, a process of its own.
+
+For sm_90 unless a test is parametrised with ``@pytest.mark.parametrize("capability", [80, 89])``.
 
 Host code runs on CPU tensors as it would on a GPU; where it would launch a kernel, the kernel is
 compiled for the very arguments of the launch, and nothing runs.
@@ -23,14 +25,17 @@ from triton.runtime import driver, jit
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-class Sm90WithoutDevice:
+@dataclass(frozen=True)
+class WithoutDevice:
     """What Triton's launcher asks a driver before it compiles."""
 
+    capability: int
+
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self):
-        return 0
+        return self.capability  # kernels are kept per device, and so per target
 
     def get_current_stream(self, device):
         return 0
@@ -51,23 +56,46 @@ class Compiled:
         """Instructions whose name begins with ``opcode``."""
         return len(re.findall(rf"\b{opcode}\b", self.sass))
 
+    def instructions(self):
+        """(address, text) of every instruction, in order."""
+        found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", self.sass, re.MULTILINE)
+        return [(int(address, 16), text.strip()) for address, text in found]
+
+    def loops(self):
+        """Instructions of every loop: from the target of a backward branch to the branch."""
+        instructions = self.instructions()
+        bodies = []
+        for address, text in instructions:
+            branch = re.search(r"\bBRA (?:`\(\S+\)|0x([0-9a-f]+))", text)
+            if branch and branch[1] and int(branch[1], 16) < address:
+                start = int(branch[1], 16)
+                bodies.append([text for at, text in instructions if start <= at <= address])
+        return bodies
+
+
+_INSPECTED: dict[str, Compiled] = {}  # by hash: tests share most of their kernels
+
 
 @pytest.fixture
-def launches(monkeypatch, tmp_path):
+def capability():
+    return 90
+
+
+@pytest.fixture
+def launches(monkeypatch, tmp_path, capability):
     """Every launch made while the test runs, as a list of ``Compiled``."""
-    seen = {}
     run = jit.JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if kernel.hash not in seen:
-            seen[kernel.hash] = _inspect(self.__name__, kernel, tmp_path / "kernel.cubin")
-        made.append(seen[kernel.hash])
+        if kernel.hash not in _INSPECTED:
+            _INSPECTED[kernel.hash] = _inspect(self.__name__, kernel, tmp_path / "kernel.cubin")
+        made.append(_INSPECTED[kernel.hash])
         return kernel
 
     made = []
     previous = driver._active
-    driver.set_active(Sm90WithoutDevice())
+    driver.set_active(WithoutDevice(capability))
     monkeypatch.setattr(jit.JITFunction, "run", compile_only)
     yield made
     driver._active = previous

@@ -6,7 +6,9 @@ import sys
 import comfy.model_management
 from comfy.patcher_extension import WrappersMP
 
-RECORDS: dict[str, list] = {}
+from . import fp8_linear, neighbours, wan_inputs
+
+RECORDS: dict[str, list] = fp8_linear.RECORDS
 OVERRIDE = "optimized_attention_override"
 
 
@@ -122,7 +124,10 @@ class ProbeInterrupt:
 
 
 class ProbeKernel:
-    """Makes the pack's reference backend fail, or write NaN, for the runs of this model."""
+    """Makes the pack's reference backend fail, decline, or write NaN, for the runs of this model.
+
+    Runs look at their backends before they sample: to be seen there, it comes before our node.
+    """
 
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "patch"
@@ -133,7 +138,7 @@ class ProbeKernel:
         return {
             "required": {
                 "model": ("MODEL",),
-                "mode": (["raise", "nan", "count"],),
+                "mode": (["raise", "nan", "count", "decline"],),
                 "name": ("STRING", {}),
             }
         }
@@ -158,6 +163,9 @@ class ProbeKernel:
                 return out, lse, exact
 
             backends["reference"] = dataclasses.replace(original, load=lambda: implementation)
+            if mode == "decline":
+                rules = (lambda call: "probe: declines every call",)
+                backends["reference"] = dataclasses.replace(original, rules=rules)
             try:
                 return executor(*args, **kwargs)
             finally:
@@ -267,5 +275,8 @@ NODE_CLASS_MAPPINGS = {
         ProbeAny,
         ProbeRead,
         ProbeState,
+        *fp8_linear.NODES,
+        *neighbours.NODES,
+        *wan_inputs.NODES,
     )
 }

@@ -154,3 +154,10 @@ def test_loaded_tries_again_after_a_failure():
     with pytest.raises(ImportError, match="no compiler yet"):
         registry.loaded(backend)
     assert registry.loaded(backend) is len
+
+
+def test_defaults_are_a_function_of_the_call():
+    plain = add("a")
+    by_dtype = add("b", defaults=lambda call: (("precision", str(call.dtype)),))
+    assert plain.defaults(CALL) == ()
+    assert by_dtype.defaults(CALL) == (("precision", "torch.bfloat16"),)

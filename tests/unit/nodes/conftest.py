@@ -11,7 +11,7 @@ from hopper_sol.nodes.models import ModelAdapter
 from hopper_sol.nodes.patching import run as run_module
 from hopper_sol.nodes.patching.plan import SolAttentionRequest
 from hopper_sol.nodes.patching.resolve import resolve
-from hopper_sol.nodes.patching.run import SolAttentionRuntime
+from hopper_sol.nodes.patching.runtime import AccelerationRuntime
 
 OVERRIDE = "optimized_attention_override"
 GRID = (5, 7, 9)  # 315 tokens: four whole blocks and a ragged one
@@ -113,7 +113,7 @@ class Sampler:
 
     def __init__(self, request, adapter, sigmas, grid, batch, model_options):
         self.adapter = adapter
-        self.runtime = SolAttentionRuntime(resolve(request, adapter), adapter)
+        self.runtime = AccelerationRuntime(adapter, resolve(request, adapter))
         self.patcher = FakePatcher()
         self.guider = SimpleNamespace(model_patcher=self.patcher, model_options=model_options)
         self.sigmas = sigmas

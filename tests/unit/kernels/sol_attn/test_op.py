@@ -31,13 +31,16 @@ CONFIG = SolAttnConfig()
 LAYOUT = TokenLayout(sink_kv=((0, 3), (290, 300)), dense_q=((130, 131),))
 
 
-def flat_arguments(q, k, v, *, config=CONFIG, layout=LAYOUT, backend="reference"):
+def flat_arguments(
+    q, k, v, *, config=CONFIG, layout=LAYOUT, backend="reference", with_lse=True, order=None
+):
     """Arguments of the custom op itself."""
     sink_kv, dense_q = (
         list(itertools.chain.from_iterable(x)) for x in (layout.sink_kv, layout.dense_q)
     )
     plan = list(layout.video or ()), list(layout.grid or ())
-    return q, k, v, 0.1, float(config.tau), config.variant, sink_kv, dense_q, *plan, backend
+    numbers = 0.1, float(config.tau), config.variant
+    return q, k, v, *numbers, sink_kv, dense_q, *plan, backend, with_lse, order
 
 
 def layouts(*qkv):
@@ -134,6 +137,53 @@ def test_sol_attention_leaves_its_inputs_alone(make_qkv):
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
 
 
+# --- Order
+
+
+def shuffled(tokens, seed=7):
+    return torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_sol_attention_order_permutes_inside(make_qkv, precision):
+    """Blocks and layout follow the order, the output stays in the order of the input."""
+    q, k, v = make_qkv(300, heads=2, dtype=BF16, spread=0.3)
+    order = shuffled(300)
+    options = {"config": SolAttnConfig(precision=precision, tau=0.3), "layout": LAYOUT}
+    stats = [SolAttnStats(), SolAttnStats()]
+    out, lse = sol_attention(
+        q, k, v, order=order, return_lse=True, stats=stats[0], backend="reference", **options
+    )
+    permuted = (x[:, order] for x in (q, k, v))
+    want, want_lse = sol_attention(
+        *permuted, return_lse=True, stats=stats[1], backend="reference", **options
+    )
+    assert torch.equal(out[:, order], want) and torch.equal(lse[:, :, order], want_lse)
+    assert torch.equal(stats[0].exact_blocks, stats[1].exact_blocks)
+    plain = sol_attention(q, k, v, backend="reference", **options)
+    assert not torch.equal(out, plain)
+    identity = sol_attention(q, k, v, order=torch.arange(300), backend="reference", **options)
+    assert torch.equal(identity, plain)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (
+            torch.arange(69),
+            r"order: got torch.int64 \(69,\) on cpu, need torch.int64 \(70,\) on cpu",
+        ),
+        (torch.arange(70).int(), r"order: got torch.int32 \(70,\) on cpu, need torch.int64"),
+        (torch.arange(70)[None], r"order: got torch.int64 \(1, 70\) on cpu, need"),
+        (torch.arange(140)[::2], "order: got a strided view, need a contiguous tensor"),
+    ],
+    ids=["short", "int32", "2d", "strided"],
+)
+def test_sol_attention_rejects_orders(order, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        sol_attention(*tensors(), config=CONFIG, order=order)
+
+
 # --- Statistics
 
 
@@ -180,16 +230,20 @@ def test_sol_attention_fills_the_defaults_of_the_backend(make_qkv, monkeypatch):
     q, k, v = make_qkv(65, dtype=torch.float16)
     seen = []
 
-    def implementation(q, k, v, *, config, layout, scale):
-        seen.append((config, layout, scale))
+    def implementation(q, k, v, *, config, layout, scale, with_lse, order):
+        seen.append((config, layout, scale, with_lse, order))
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         return out, q.new_zeros(1, 1, 65, dtype=torch.float32), torch.ones(1, 1, 2).int()
 
-    fake = Backend("fake", load=lambda: implementation, defaults=(("precision", "fp8"),))
+    fake = Backend(
+        "fake",
+        load=lambda: implementation,
+        defaults=lambda call: (("precision", "fp8" if call.tokens == 65 else "bf16"),),
+    )
     monkeypatch.setattr(registry_module, "_BACKENDS", {OP: {"fake": fake}})
     stats = SolAttnStats()
     sol_attention(q, k, v, config=SolAttnConfig(tau=0.5), layout=LAYOUT_65, scale=2, stats=stats)
-    assert seen == [(SolAttnConfig(tau=0.5, precision="fp8"), LAYOUT_65, 2.0)]
+    assert seen == [(SolAttnConfig(tau=0.5, precision="fp8"), LAYOUT_65, 2.0, False, None)]
     assert (stats.backend, stats.precision, stats.cast_from) == ("fake", "fp8", torch.float16)
     assert stats.density().tolist() == [[[0.5], [0.5]]]
 
@@ -364,6 +418,30 @@ def test_sol_attention_compiles_to_one_graph(make_qkv, dynamic):
             assert torch.equal(got, want)
 
 
+def test_sol_attention_asks_for_the_lse_only_if_it_is_wanted(make_qkv, monkeypatch):
+    """A backend may save the work; without it the op has an empty tensor in its place."""
+    seen = []
+    original = registry_module.get(OP, "reference")
+
+    def implementation(q, k, v, *, with_lse, **options):
+        seen.append(with_lse)
+        out, lse, exact = registry_module.loaded(original)(q, k, v, with_lse=with_lse, **options)
+        return out, lse if with_lse else None, exact
+
+    spy = dataclasses.replace(original, load=lambda: implementation)
+    monkeypatch.setitem(registry_module._BACKENDS[OP], "reference", spy)
+    q, k, v = make_qkv(130, heads=2)
+    torch.compiler.reset()
+    compiled = torch.compile(sol_attention, backend="aot_eager", fullgraph=True)
+    options = {"config": CONFIG, "backend": "reference"}
+    for call in (sol_attention, compiled):
+        seen.clear()
+        out = call(q, k, v, **options)
+        both = call(q, k, v, return_lse=True, **options)
+        assert seen == [False, True]
+        assert torch.equal(out, both[0]) and both[1].shape == (1, 2, 130)
+
+
 def test_sol_attention_compiled_still_raises(make_qkv):
     torch.compiler.reset()
     compiled = torch.compile(sol_attention, backend="aot_eager", fullgraph=True)
@@ -371,23 +449,27 @@ def test_sol_attention_compiled_still_raises(make_qkv):
         compiled(*make_qkv(65), config=SolAttnConfig(block_skip=0.1), backend="reference")
 
 
+@pytest.mark.parametrize("with_lse", [False, True], ids=["no-lse", "lse"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_custom_op_passes_opcheck(make_qkv, precision):
+def test_custom_op_passes_opcheck(make_qkv, precision, with_lse):
     q, k, v = make_qkv(300, heads=2, dtype=BF16, spread=0.3)
-    config = SolAttnConfig(precision=precision)
+    options = {"config": SolAttnConfig(precision=precision), "with_lse": with_lse}
     for inputs in layouts(q, k, v):
-        result = torch.library.opcheck(
-            torch.ops.hopper_sol.sol_attention, flat_arguments(*inputs, config=config)
-        )
-        assert set(result.values()) == {"SUCCESS"}
+        for order in (None, torch.arange(299, -1, -1)):
+            result = torch.library.opcheck(
+                torch.ops.hopper_sol.sol_attention, flat_arguments(*inputs, **options, order=order)
+            )
+            assert set(result.values()) == {"SUCCESS"}
 
 
-def test_custom_op_fake_shapes(make_qkv):
+@pytest.mark.parametrize("with_lse", [False, True], ids=["no-lse", "lse"])
+def test_custom_op_fake_shapes(make_qkv, with_lse):
     for inputs in layouts(*make_qkv(333, batch=2, heads=3, dtype=torch.float16)):
-        want = torch.ops.hopper_sol.sol_attention(*flat_arguments(*inputs))
+        want = torch.ops.hopper_sol.sol_attention(*flat_arguments(*inputs, with_lse=with_lse))
+        assert want[1].shape == ((2, 3, 333) if with_lse else (0,))
         with FakeTensorMode() as mode:
             fakes = [mode.from_tensor(x) for x in inputs]
-            got = torch.ops.hopper_sol.sol_attention(*flat_arguments(*fakes))
+            got = torch.ops.hopper_sol.sol_attention(*flat_arguments(*fakes, with_lse=with_lse))
         for fake, true in zip(got, want, strict=True):
             assert (fake.shape, fake.dtype, fake.stride()) == (
                 true.shape,
@@ -412,6 +494,8 @@ def test_custom_op_schema_is_stable():
         "video",
         "grid",
         "backend",
+        "with_lse",
+        "order",
     ]
     assert [result.name for result in schema.returns] == ["out", "lse", "exact_blocks"]
 
@@ -420,9 +504,9 @@ def test_sol_attention_hands_on_the_whole_layout(monkeypatch):
     """What rules see when a backend is chosen is what the backend gets."""
     seen = []
 
-    def implementation(q, k, v, *, config, layout, scale):
+    def implementation(q, k, v, *, layout, **options):
         seen.append(layout)
-        return registry_module.loaded(original)(q, k, v, config=config, layout=layout, scale=scale)
+        return registry_module.loaded(original)(q, k, v, layout=layout, **options)
 
     original = registry_module.get(OP, "reference")
     spy = dataclasses.replace(original, load=lambda: implementation)

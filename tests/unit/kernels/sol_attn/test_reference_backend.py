@@ -54,12 +54,24 @@ def test_fwd_reference_bf16_is_the_specification(make_qkv, settings, options):
         ({"estimator": "exact"}, {"estimator": "exact"}),
         ({"routing": False}, {"routing": False}),
         ({"k_smoothing": "mean"}, {"k_smoothing": "mean"}),
+        ({"k_smoothing": "block"}, {"k_smoothing": "block"}),
         ({"v_smoothing": "mean"}, {"v_smoothing": "mean", "v_bias_correction": True}),
         ({"v_smoothing": "mean", "v_bias_correction": False}, {"v_smoothing": "mean"}),
         ({"exp_mode": "expcast"}, {"exp_mode": "expcast"}),
         ({"probability_scale": 1.0}, {"probability_scale": 1.0}),
     ],
-    ids=["default", "tau", "exact", "dense", "k", "v", "v-uncorrected", "expcast", "scale1"],
+    ids=[
+        "default",
+        "tau",
+        "exact",
+        "dense",
+        "k",
+        "block",
+        "v",
+        "v-uncorrected",
+        "expcast",
+        "scale1",
+    ],
 )
 def test_fwd_reference_fp8_is_the_emulation(make_qkv, settings, options):
     q, k, v = make_qkv(700, heads=2, spread=0.3)
@@ -97,10 +109,9 @@ def test_fwd_reference_fp8_resolves_splits(monkeypatch, kv_splits, tokens, want)
         ({"block_skip": 0.1}, "block_skip is not in the reference"),
         ({"precision": "fp8", "block_skip": 0.1}, "block_skip is not in the reference"),
         ({"precision": "fp8", "qk_dtype": "int8"}, "qk_dtype 'int8' is not in the emulation"),
-        ({"precision": "fp8", "k_smoothing": "block"}, "k_smoothing 'block' is not in"),
         ({"precision": "fp8", "exp_mode": "mixed"}, "exp_mode 'mixed' is not in the emulation"),
     ],
-    ids=["block_skip", "fp8-block_skip", "qk_dtype", "k_smoothing", "exp_mode"],
+    ids=["block_skip", "fp8-block_skip", "qk_dtype", "exp_mode"],
 )
 def test_unsupported_option_says_which(settings, reason):
     assert unsupported_option(call(**settings)).startswith(reason)
@@ -108,13 +119,13 @@ def test_unsupported_option_says_which(settings, reason):
 
 @pytest.mark.parametrize("precision", ["bf16", None])
 def test_unsupported_option_ignores_fp8_settings_without_fp8(precision):
-    config = {"qk_dtype": "int8", "k_smoothing": "block", "exp_mode": "mixed"}
+    config = {"qk_dtype": "int8", "exp_mode": "mixed"}
     assert unsupported_option(call(precision=precision, **config)) is None
 
 
 def test_unsupported_option_agrees_with_the_implementation(make_qkv):
     q, k, v = make_qkv(65)
-    for settings in ({"k_smoothing": "mean"}, {"exp_mode": "expcast"}, {"v_smoothing": "mean"}):
+    for settings in ({"k_smoothing": "block"}, {"exp_mode": "expcast"}, {"v_smoothing": "mean"}):
         config = SolAttnConfig(precision="fp8", **settings)
         assert unsupported_option(call(precision="fp8", **settings)) is None
         out, *_ = sol_attention_fwd_reference(

@@ -134,6 +134,10 @@ def test_inspect_ignores_other_models_in_the_file(write):
         ({}, "casual_audio_encoder.encoder.final_linear.weight", "S2V"),
         ({}, "audio_proj.audio_proj_glob_1.layer.bias", "HuMo"),
         ({"in_channels": 36}, "face_adapter.fuser_blocks.0.k_norm.weight", "Animate"),
+        ({"in_channels": 20}, "patch_embedding_mask.weight", "SCAIL-2"),
+        ({"in_channels": 20}, "patch_embedding_pose.weight", "SCAIL"),
+        ({"in_channels": 36}, "patch_embedding_global.weight", "WanDancer"),
+        ({"in_channels": 48}, "ref_conv.weight", "Fun-Control"),
     ],
 )
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
@@ -141,6 +145,16 @@ def test_inspect_variants(shapes, extra, variant, prefix, write):
     tensors = wan(prefix=prefix, **shapes)
     if extra:
         tensors[prefix + extra] = torch.zeros(1)
+    assert inspect_checkpoint(write(tensors)).variant == variant
+
+
+@pytest.mark.parametrize(
+    ("marker", "variant"),
+    [("patch_embedding_pose.weight", "SCAIL"), ("ref_conv.weight", "Fun-Control")],
+)
+def test_inspect_variant_that_also_sees_pictures(marker, variant, write):
+    """Several image-to-video variants have the image branch of Wan 2.1 too."""
+    tensors = {**wan(), marker: torch.zeros(1), "img_emb.proj.0.bias": torch.zeros(1)}
     assert inspect_checkpoint(write(tensors)).variant == variant
 
 

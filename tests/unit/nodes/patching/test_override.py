@@ -194,7 +194,7 @@ DECLINED = {
     "cross-attention": (_cross, "other_calls", "cross-attention"),
     "equal-length-cross-attention": (_second_call, "other_calls", "cross-attention"),
     "narrow-v": (_other_v, "other_calls", "cross-attention"),
-    "other-tokens": (_other_tokens, "dense_calls", "314 tokens, the video has 315"),
+    "other-tokens": (_other_tokens, "dense_calls", "314 tokens, need the 315 of the video and its conditioning"),
     "no-options": (_no_options, "other_calls", "outside the patched model"),
     "options-none": (
         _set(transformer_options=None), "other_calls", "outside the patched model",

@@ -54,8 +54,39 @@ def run(**changes):
         "map": [[1.0, 1.0], [1.0, 0.25], [1.0, None]],
         "nonfinite": [{"step": 1, "layer": 1, "calls": 2}],
         "notes": ["backend 'triton' failed and was switched off: RuntimeError: boom"],
+        "linear": None,
     }
     return {**record, **changes}
+
+
+LINEAR = {
+    "settings": {"scope": "attention", "layers": "1-3", "skip": "cross_attn.*"},
+    "converted": 6,
+    "converted_layers": {"self_attn.q": "1-3", "self_attn.k": "1-3"},
+    "formats": {"bfloat16": 4, "raw float8_e4m3fn": 2},
+    "skipped": [{"reason": "not in scope 'attention'", "count": 4, "layers": {"ffn.0": "0-3"}}],
+    "calls": 18,
+    "fp8_calls": 15,
+    "backend": {"triton": 15},
+    "fallbacks": {"fewer than 16 rows": 3},
+    "declined_backends": {"triton": "needs a cuda device"},
+    "notes": ["skip pattern 'x' matches no Linear"],
+}
+LINEAR_LINE = (
+    "6 Linears converted, 18 calls, 15 FP8, 3 not (3 x fewer than 16 rows); backend triton"
+)
+
+
+def linear_only(**changes):
+    """A sealed record of a model without Sol Attention."""
+    nothing = {
+        "plan": None, "settings": None, "tokens": None, "batch": None, "forwards": 0,
+        "self_attention_calls": 0, "sparse_calls": 0, "fp8_calls": 0, "dense_calls": {},
+        "other_calls": {}, "backend": {}, "precision": {}, "cast_from": {},
+        "declined_backends": {}, "density": None, "map": [[None, None]] * 3, "nonfinite": [],
+        "notes": [],
+    }  # fmt: skip
+    return run(**{**nothing, "linear": LINEAR, **changes})
 
 
 def report(*runs, source="this_prompt", dropped=0):
@@ -207,3 +238,56 @@ def test_report_picture_without_a_run_is_black():
 
 def test_report_picture_all_dense_run():
     report_picture(report(run(density=None, map=[[1.0, None]])))
+
+
+@pytest.mark.parametrize("make", [run, linear_only])
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"  linear    {LINEAR_LINE}",
+        "  settings  scope attention, layers 1-3, skip cross_attn.*",
+        "  converted 4 from bfloat16, 2 from raw float8_e4m3fn: self_attn.q 1-3; self_attn.k 1-3",
+        "  left out  4 Linears, not in scope 'attention': ffn.0 0-3",
+        "  fallback  3 Linear calls in the model's precision: fewer than 16 rows",
+        "  backend   triton declined Linears: needs a cuda device",
+        "  note      skip pattern 'x' matches no Linear",
+    ],
+)
+def test_report_text_has_the_linear_line(make, line):
+    assert line in report_text(report(make(linear=LINEAR))).split("\n")
+
+
+def test_report_text_of_both_nodes():
+    text = report_text(report(run(linear=LINEAR)))
+    assert text.startswith("finished: 6 self-attention calls") and "  plan      steps" in text
+    assert f"  linear    {LINEAR_LINE}" in text
+
+
+def test_report_text_without_sol_attention():
+    lines = report_text(report(linear_only(error="ValueError: too hot"))).split("\n")
+    assert lines[0] == f"finished: {LINEAR_LINE}, 1.5 s"
+    assert lines[1] == "  model     Wan t2v (30 blocks, 12 heads)"
+    assert not any("attention call" in line or "plan" in line for line in lines)
+    assert lines[-1] == "  error     ValueError: too hot"
+
+
+def test_report_text_leaves_out_what_is_empty():
+    plain = {
+        **LINEAR,
+        "settings": {**LINEAR["settings"], "skip": " "},
+        "fallbacks": {},
+        "calls": 15,
+    }
+    text = report_text(report(linear_only(linear=plain)))
+    assert "skip" not in text.split("converted")[1].split("left out")[0] and ", skip" not in text
+    assert "15 FP8, 0 not; backend triton" in text and "fallback" not in text
+
+
+def test_report_picture_without_sol_attention():
+    picture = report_picture(report(linear_only()))
+    assert cell(picture[0], 0, 0) == (90, 90, 90)
+
+
+def test_report_json_carries_the_linear_section():
+    data = report(linear_only())
+    assert json.loads(report_dump(data))["runs"][0]["linear"] == LINEAR

@@ -6,6 +6,7 @@ import pytest
 
 from hopper_sol.nodes.models.wan import WanAdapter
 from hopper_sol.nodes.patching.plan import SolAttentionRequest
+from hopper_sol.nodes.patching.presets import PRESETS, with_preset
 from hopper_sol.nodes.patching.resolve import RANGES, SMOOTHING, resolve
 
 
@@ -76,7 +77,7 @@ def test_resolve_wan_runs_fp8_in_the_middle_third(blocks, heads, fp8):
     assert settings.dense_layers == {0}
     assert settings.request.token_order == "morton_3d"
     assert settings.sparse.estimator == "diag"
-    assert settings.sparse.k_smoothing == settings.sparse.v_smoothing == "none"
+    assert (settings.fp8.k_smoothing, settings.fp8.v_smoothing) == ("mean", "none")
 
 
 @pytest.mark.parametrize(
@@ -144,6 +145,22 @@ def test_resolve_error_names_the_input(change, message, make_adapter):
     assert message in str(error.value)
 
 
+def test_resolve_notes_what_was_given_against_a_preset(make_adapter):
+    """A prompt that changes the preset alone, with every other input still in it."""
+    request = SolAttentionRequest(preset="quality", tau=0.5, start_percent=0.3, dense_layers="0-1")
+    (note,) = resolve(request, make_adapter()).notes
+    assert note == (
+        "preset quality: these inputs were given and win: precision auto (not bf16), "
+        "dense_last_steps 0 (not 1)"
+    )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_resolve_has_no_note_about_a_preset_that_holds(preset, make_adapter):
+    request = SolAttentionRequest(**with_preset(preset, {"min_tokens": 7}), preset=preset)
+    assert resolve(request, make_adapter()).notes == ()
+
+
 @pytest.mark.parametrize("sinks", ["kv", "kv_and_rows", "audio_rows"])
 def test_resolve_notes_sinks_that_have_nothing_to_act_on(sinks, make_adapter):
     (note,) = resolve(SolAttentionRequest(sinks=sinks), make_adapter()).notes
@@ -181,6 +198,7 @@ def test_request_defaults_are_those_of_the_node():
         ("on_decline", "raise"),
         ("kv_splits", "3"),
         ("kv_splits", 2),
+        ("preset", "bogus"),
         ("tau", 8.5),
         ("tau", "1"),
         ("dense_steps", -2),

@@ -31,6 +31,27 @@ def logs(caplog):
     return lambda level: [r for r in caplog.records if r.levelno == level]
 
 
+@pytest.fixture
+def reference_only(monkeypatch):
+    """Leaves the reference as the only backend, so that texts name no other."""
+    backend = registry.get("sol_attention", "reference")
+    monkeypatch.setattr(registry, "_BACKENDS", {"sol_attention": {"reference": backend}})
+
+
+@pytest.fixture
+def no_block_smoothing(monkeypatch):
+    """Leaves one backend, which declines FP8 with block smoothing; the reason it gives."""
+    reason = "FP8 with block smoothing is not in this backend"
+
+    def rule(call):
+        asked = call.config.precision == "fp8" and call.config.k_smoothing == "block"
+        return reason if asked else None
+
+    picky = dataclasses.replace(registry.get("sol_attention", "reference"), rules=(rule,))
+    monkeypatch.setattr(registry, "_BACKENDS", {"sol_attention": {"reference": picky}})
+    return reason
+
+
 def broken_kernel(monkeypatch, error, after=0):
     """The public op fails from call ``after`` on; returns the list of attempts."""
     attempts = []
@@ -200,14 +221,19 @@ def test_runs_of_two_stages_are_apart(make_sampler):
     assert (high["steps"], high["tokens"]) == (11, TOKENS)
     assert (low["steps"], low["tokens"]) == (9, 128)
     assert high["plan"].startswith("steps 1-3 dense, 4-11 sparse")
-    assert low["plan"].startswith("steps 1-2 dense, 3-9 sparse")
-    assert (high["sparse_calls"], low["sparse_calls"]) == (8 * 4, 7 * 4)
+    assert low["plan"] == (
+        "steps 1-9 sparse (begins below full noise: no automatic dense steps); dense layers none"
+    )
+    assert (high["sparse_calls"], low["sparse_calls"]) == (8 * 4, 9 * 4)
 
 
 def test_run_denoise_half_counts_its_own_steps(make_sampler):
     sampler = make_sampler(dense_steps=-1, sigmas=tuple(1 - i / 20 for i in range(21))[-11:])
     sampler.run(lambda: None)
-    assert sampler.report["plan"].startswith("steps 1-2 dense, 3-10 sparse")
+    assert sampler.report["plan"].startswith("steps 1-10 sparse (begins below full noise")
+    sampler = make_sampler(dense_steps=2, sigmas=sampler.sigmas)
+    sampler.run(lambda: None)
+    assert sampler.report["plan"] == "steps 1-2 dense, 3-10 sparse; dense layers none"
 
 
 def test_run_is_kept_with_what_it_made(make_sampler):
@@ -469,20 +495,6 @@ def test_run_logs_plan_and_summary(make_sampler, logs):
 # -- notes -------------------------------------------------------------------------------------
 
 
-def test_run_notes_object_patches_on_attention_forwards(make_sampler):
-    sampler = make_sampler()
-    for index in range(3):
-        sampler.patcher.object_patches[f"diffusion_model.blocks.{index}.self_attn.forward"] = 1
-    sampler.patcher.object_patches["diffusion_model.blocks.0.ffn.forward"] = 1
-    sampler.patcher.object_patches["model_sampling"] = 1
-    sampler.run()
-    (note,) = sampler.report["notes"]
-    assert note == (
-        "3 attention forwards are replaced by another node (such as "
-        "diffusion_model.blocks.0.self_attn.forward) and may bypass Sol Attention"
-    )
-
-
 def test_run_notes_an_override_that_was_never_called(make_sampler):
     sampler = make_sampler()
     sampler.run(lambda: sampler.forward(0.5, lambda options: None))
@@ -545,7 +557,9 @@ def test_failure_is_computed_again_from_the_original_tensors(make_sampler, qkv, 
     assert torch.equal(out, sdpa(q, k, v, 2))
 
 
-def test_failure_switches_the_backend_off_for_the_run(make_sampler, qkv, monkeypatch, logs):
+def test_failure_switches_the_backend_off_for_the_run(
+    make_sampler, qkv, monkeypatch, logs, reference_only
+):
     """100 calls: one attempt, one record with the traceback, 100 correct outputs."""
     attempts = broken_kernel(monkeypatch, RuntimeError("no such instruction\nsecond line"))
     sampler = make_sampler()
@@ -712,18 +726,16 @@ def test_nonfinite_output_is_counted_with_step_and_layer(checked, make_sampler, 
 # -- nobody can take the call ------------------------------------------------------------------
 
 
-def test_declined_by_every_backend_runs_dense(make_sampler, kernel):
-    """Block smoothing is not in the FP8 emulation, and nothing else runs on a CPU."""
+def test_declined_by_every_backend_runs_dense(make_sampler, kernel, no_block_smoothing):
     sampler = make_sampler(precision="fp8", smoothing="block", fp8_layers="1")
     sampler.run()
-    reason = "k_smoothing 'block' is not in the emulation, which has none and mean"
-    assert sampler.report["dense_calls"] == {f"no backend (reference: {reason})": 4}
-    assert sampler.report["declined_backends"] == {"reference": reason}
+    assert sampler.report["dense_calls"] == {f"no backend (reference: {no_block_smoothing})": 4}
+    assert sampler.report["declined_backends"] == {"reference": no_block_smoothing}
     assert sampler.report["sparse_calls"] == len(kernel.calls) == 12
     assert sampler.report["notes"] == []
 
 
-def test_on_decline_error_raises_before_sampling(make_sampler, executor):
+def test_on_decline_error_raises_before_sampling(make_sampler, executor, no_block_smoothing):
     sampler = make_sampler(precision="fp8", smoothing="block", on_decline="error")
     inner = executor(lambda *args: pytest.fail("sampled"), sampler.guider)
     with pytest.raises(RuntimeError) as error:
@@ -731,8 +743,8 @@ def test_on_decline_error_raises_before_sampling(make_sampler, executor):
             inner, sampler.latent, None, None, torch.tensor(sampler.sigmas)
         )
     assert str(error.value) == (
-        "Sol Attention can't run here: reference: k_smoothing 'block' is not in the emulation, "
-        "which has none and mean; set on_decline to 'fallback' to run dense"
+        f"Sol Attention can't run here: reference: {no_block_smoothing}; "
+        "set on_decline to 'fallback' to run dense"
     )
     assert inner.calls == []
     assert options_of(sampler) == {}
@@ -751,7 +763,7 @@ def test_on_decline_error_head_dim_raises_before_sampling(make_sampler, make_ada
         sampler.run(lambda: pytest.fail("sampled"))
 
 
-def test_on_decline_error_does_not_ask_for_layers_that_stay_dense(make_sampler):
+def test_on_decline_error_does_not_ask_for_layers_that_stay_dense(make_sampler, no_block_smoothing):
     """The only FP8 layer is dense, so nobody needs what no backend has."""
     sampler = make_sampler(
         precision="fp8", smoothing="block", fp8_layers="1", dense_layers="1", on_decline="error"
@@ -768,7 +780,9 @@ def test_on_decline_error_lets_policy_be_dense(change, make_sampler):
     assert sampler.report["status"] == "finished"
 
 
-def test_on_decline_error_raises_in_the_call_where_it_could_not_be_known(make_sampler):
+def test_on_decline_error_raises_in_the_call_where_it_could_not_be_known(
+    make_sampler, no_block_smoothing
+):
     sampler = make_sampler(precision="fp8", smoothing="block", fp8_layers="all", on_decline="error")
     image = torch.zeros(1, 4, 7, 9)
     with pytest.raises(RuntimeError, match=r"declined: no backend \(reference: .*on_decline"):
@@ -839,7 +853,7 @@ def test_stats_of_the_op_reach_the_report(make_sampler, monkeypatch):
     assert sampler.report["cast_from"] == {"float16": 4}
 
 
-def test_a_preferred_backend_that_declines_is_named(make_sampler, monkeypatch):
+def test_a_preferred_backend_that_declines_is_named(make_sampler, monkeypatch, reference_only):
     """The call runs all the same; the report says who was passed over, and why."""
     preferred = Backend("fast", load=lambda: None, rules=(lambda call: "not on Tuesdays",))
     backends = {"sol_attention": {"fast": preferred, **registry._BACKENDS["sol_attention"]}}
@@ -866,7 +880,9 @@ def test_device_is_that_of_the_tensors(on_decline, make_sampler, monkeypatch, qk
     assert asked == [*before_sampling, "cpu"]
 
 
-def test_on_decline_error_lets_a_run_through_that_has_nothing_to_decline(make_sampler):
+def test_on_decline_error_lets_a_run_through_that_has_nothing_to_decline(
+    make_sampler, no_block_smoothing
+):
     """Every step is dense by request: that no backend has the option does not matter."""
     options = {"smoothing": "block", "precision": "fp8", "fp8_layers": "all"}
     sampler = make_sampler(on_decline="error", dense_steps=4, **options)

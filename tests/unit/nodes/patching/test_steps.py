@@ -15,9 +15,14 @@ from hopper_sol.nodes.patching.steps import (
 EIGHT = tuple(1 - i / 8 for i in range(9))
 
 
-def policy(sigmas, first=0, last=0, start=math.inf, end=0.0):
+def policy(sigmas, first=0, last=0, start=math.inf, end=0.0, noise=0.0):
     return StepPolicy.resolve(
-        sigmas, dense_steps=first, dense_last_steps=last, sigma_start=start, sigma_end=end
+        sigmas,
+        dense_steps=first,
+        dense_last_steps=last,
+        sigma_start=start,
+        sigma_end=end,
+        sigma_noise=noise,
     )
 
 
@@ -169,9 +174,9 @@ def test_two_stages_count_dense_steps_each_for_itself():
     """Wan 2.2: each sampler sees its own slice of one schedule of 20 steps."""
     twenty = tuple(1 - i / 20 for i in range(21))
     high, low = twenty[:12], twenty[11:]
-    assert dense_and_sparse(policy(high, first=-1)) == "dddssssssss"
-    assert dense_and_sparse(policy(low, first=-1)) == "ddsssssss"
-    assert dense_and_sparse(policy(low, first=0)) == "s" * 9
+    assert dense_and_sparse(policy(high, first=-1, noise=0.9)) == "dddssssssss"
+    assert dense_and_sparse(policy(low, first=-1, noise=0.9)) == "s" * 9
+    assert dense_and_sparse(policy(low, first=2, noise=0.9)) == "ddsssssss"
 
 
 def test_two_stages_share_a_sigma_window():
@@ -182,9 +187,32 @@ def test_two_stages_share_a_sigma_window():
 
 
 def test_denoise_half_counts_its_own_steps():
-    """denoise 0.5 of 10 steps: the last 10 of 20, whose first fifth stays dense."""
+    """denoise 0.5 of 10 steps: the last 10 of 20, which continue what the latent holds."""
     sigmas = tuple(1 - i / 20 for i in range(21))[-11:]
-    assert dense_and_sparse(policy(sigmas, first=-1)) == "ddssssssss"
+    assert dense_and_sparse(policy(sigmas, first=-1, noise=0.9)) == "ssssssssss"
+    assert dense_and_sparse(policy(sigmas, first=3, noise=0.9)) == "dddsssssss"
+
+
+@pytest.mark.parametrize(
+    ("top", "continues"), [(1.0, False), (0.9, False), (0.9 - 5e-7, False), (0.899, True)]
+)
+def test_automatic_dense_steps_belong_to_runs_from_noise(top, continues):
+    """From the first tenth of the schedule; what a float32 rounds off does not matter."""
+    steps = policy((top, 0.5, 0.25, 0.0), first=-1, noise=0.9)
+    assert steps.continues == continues
+    assert dense_and_sparse(steps) == ("sss" if continues else "dss")
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_explicit_dense_steps_count_wherever_a_run_begins(first):
+    steps = policy((0.5, 0.25, 0.1, 0.0), first=first, noise=0.9)
+    assert not steps.continues
+    assert dense_and_sparse(steps) == "d" * first + "s" * (3 - first)
+
+
+@pytest.mark.parametrize("sigmas", [(), (1.0,)])
+def test_a_run_without_steps_continues_nothing(sigmas):
+    assert not policy(sigmas, first=-1, noise=2.0).continues
 
 
 @pytest.mark.parametrize(
