@@ -60,7 +60,8 @@ class HopperSolLoadVideoModel(io.ComfyNode):
                     optional=True,
                     tooltip=(
                         "default loads the weights as ComfyUI does. fp8 (W8A8 Linears, half the "
-                        "memory) is not in this version."
+                        "memory) is not in this version; for the speed of FP8 put an FP8 Linear "
+                        "node behind the loader."
                     ),
                 ),
             ],
@@ -68,8 +69,10 @@ class HopperSolLoadVideoModel(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, file=None):
+    def validate_inputs(cls, file=None, linear_precision=None):
         # None stands for a link, whose value is not there before execution.
+        if linear_precision not in (None, "default"):
+            return _no_precision(linear_precision)
         if file is None:
             return True
         try:
@@ -81,11 +84,15 @@ class HopperSolLoadVideoModel(io.ComfyNode):
     @classmethod
     def execute(cls, file, linear_precision="default") -> io.NodeOutput:
         if linear_precision != "default":
-            raise ValueError(
-                f"linear_precision: got {linear_precision!r}, this version has 'default' only; "
-                "FP8 Linears come with a later one"
-            )
+            raise ValueError(_no_precision(linear_precision))
         path = _resolve(file)
         facts = inspect_checkpoint(path)
         log.info("Load Video Model: %s", facts.describe())
         return io.NodeOutput(comfy.sd.load_diffusion_model(path, model_options={}))
+
+
+def _no_precision(found: str) -> str:
+    return (
+        f"linear_precision: got {found!r}, this version has 'default' only; for FP8 Linears put an "
+        "FP8 Linear node behind the loader"
+    )

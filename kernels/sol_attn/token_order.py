@@ -48,7 +48,7 @@ def morton_order(grid: tuple[int, int, int], per_frame: bool = False) -> torch.T
 
 def inverse(order: torch.Tensor) -> torch.Tensor:
     """The permutation that undoes ``order``."""
-    out = torch.empty_like(order)
+    out = torch.zeros_like(order)  # what is no permutation must not index anywhere
     out[order] = torch.arange(order.numel(), device=order.device)
     return out
 

@@ -5,6 +5,7 @@ q, k and v), of which only the exact part is touched; the bits cost NT^2 / 8. A 
 attention kernel fetch blocks ahead of their use, which a walk over bits does not. Block scores and thresholds come from the unrounded FP32 block means, as in ``reference.py``.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,10 @@ from .config import BLOCK_SIZE, HEAD_DIM, TokenLayout, TokenRange, num_blocks
 from .reference import SIGMA_FLOOR
 from .triton_rules import MAX_RANGES
 
-QUERY_BLOCKS = 64  # per program
+# Query blocks per program, pipeline stages, and the shared memory that takes; a GPU that allows less
+# (SM86, SM89, SM120) gets the second line.
+LARGE = (64, 2, 163_840)
+SMALL = (32, 1, 98_304)
 CHANNELS = 32  # per program
 
 _BLOCK = tl.constexpr(BLOCK_SIZE)
@@ -99,7 +103,8 @@ def route(
         _moments[(HEAD_DIM // CHANNELS, batch * heads)](
             *(k_mean, mu, moment, blocks), MOMENT=moment is not None, WIDTH=CHANNELS
         )
-    grid = (triton.cdiv(blocks, QUERY_BLOCKS), batch * heads, splits)
+    query_blocks, stages = _launch_shape(q_mean.device)
+    grid = (triton.cdiv(blocks, query_blocks), batch * heads, splits)
     _route[grid](
         q_mean,
         k_mean,
@@ -113,11 +118,21 @@ def route(
         *edges,
         SOURCE=source,
         EXACT_ESTIMATOR=estimator == "exact",
-        ROWS=QUERY_BLOCKS,
+        ROWS=query_blocks,
         num_warps=8,
-        num_stages=2,
+        num_stages=stages,
     )
     return result
+
+
+@functools.cache
+def _launch_shape(device: torch.device) -> tuple[int, int]:
+    """(query blocks of a program, pipeline stages) that fit the shared memory of ``device``."""
+    if device.type != "cuda":  # interpreted
+        return LARGE[:2]
+    properties = torch.cuda.get_device_properties(device)
+    room = getattr(properties, "shared_memory_per_block_optin", 0)
+    return LARGE[:2] if room >= LARGE[2] else SMALL[:2]
 
 
 @triton.jit(do_not_specialize=["NT"])

@@ -1,7 +1,8 @@
 """Which steps of a sampler run are dense.
 
 A step is a place in the schedule, never a count of model calls: samplers such as heun call the
-model twice a step and some evaluate between two sigmas.
+model twice a step and some evaluate between two sigmas. An evaluation belongs to the step whose noise
+level it has; heun's second one has that of the next step.
 """
 
 import math
@@ -13,6 +14,7 @@ OUTSIDE_WINDOW = "outside start/end percent"
 # A run that begins in this first part of the model's noise schedule begins from noise. Not exactly
 # at its top: some schedulers (ddim_uniform) leave out the first of their few steps.
 FROM_NOISE_PERCENT = 0.1
+SLACK = 1e-6  # sigmas this close are equal
 
 
 def automatic_dense_steps(total: int) -> int:
@@ -61,7 +63,7 @@ class StepPolicy:
         """
         sigmas = tuple(float(s) for s in sigmas)
         total = max(0, len(sigmas) - 1)
-        continues = dense_steps < 0 and total > 0 and sigmas[0] < sigma_noise - 1e-6
+        continues = dense_steps < 0 and total > 0 and sigmas[0] < sigma_noise - SLACK
         if continues:
             first = 0
         else:
@@ -76,7 +78,7 @@ class StepPolicy:
 
     def index(self, sigma: float) -> int:
         """0-based step that ``sigma`` belongs to: the last one that starts at or above it."""
-        started = sum(1 for start in self.sigmas[:-1] if start >= sigma - 1e-6)
+        started = sum(1 for start in self.sigmas[:-1] if start >= sigma - SLACK)
         return min(max(started - 1, 0), max(self.total - 1, 0))
 
     def why_dense(self, sigma: float) -> str | None:
@@ -86,7 +88,8 @@ class StepPolicy:
             return DENSE_STEP
         if step >= self.total - self.dense_last:
             return DENSE_LAST_STEP
-        if not self.sigma_end <= sigma <= self.sigma_start:
+        # Sigmas are FP32 and the ends are not: a step that begins just there belongs to the window.
+        if not self.sigma_end - SLACK <= sigma <= self.sigma_start + SLACK:
             return OUTSIDE_WINDOW
         return None
 

@@ -313,6 +313,8 @@ def test_fused_views(precision, per_head):
     with poisoned_memory():
         got, want = (triton(*x, precision=precision) for x in (views, packed))
     assert same(got, want) and got[0].is_contiguous()
+    mixed = (packed[0], views[1], fused_qkv_views(*packed, gap=256)[2])
+    assert same(triton(*mixed, precision=precision), want)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -194,6 +194,16 @@ def test_strided_views_are_read_in_place(options, monkeypatch):
     assert_same(got, want)
 
 
+@pytest.mark.parametrize("options", [ALL[0], ALL[-1]], ids=[ALL_IDS[0], ALL_IDS[-1]])
+def test_every_operand_has_strides_of_its_own(options):
+    packed = made(70, 1, 2)
+    views = [fused_qkv_views(*packed, gap=128 * (1 + i), tail=1 + i)[i] for i in range(len(packed))]
+    assert len({x.stride() for x in views}) == 3
+    want, got = (fields(prepare(*x, **options)) for x in (packed, views))
+    for name, value in want.items():
+        assert same_bits(got[name], value), name
+
+
 @pytest.mark.parametrize("options", ALL, ids=ALL_IDS)
 def test_repeatable(options):
     inputs = made(70, 1, offset=0.3)

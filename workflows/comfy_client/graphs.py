@@ -185,7 +185,8 @@ def find_input(graph: Graph, target: str) -> tuple[str, str]:
         raise errors[0]
     there = ", ".join(graph[node_id]["inputs"]) or "none"
     raise GraphError(
-        f"got {target!r}: node {node_id} ({graph[node_id]['class_type']}) has the inputs {there}"
+        f"got {target!r}: node {node_id} ({graph[node_id]['class_type']}) has the inputs {there} "
+        "in this prompt; an input that the prompt leaves out has to be written into it first"
     )
 
 
@@ -202,12 +203,22 @@ def parse_value(text: str, old: Any) -> Any:
 
     Where the input holds a text now (`old`), it stays one: "4" chosen from a list is no number. A
     JSON string in quotes is a text in any case.
+
+    Raises:
+        GraphError: the input holds a switch now, and the value is none.
     """
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except ValueError:
-        return text
+        value = text
+    check_kind(value, old)
     return text if isinstance(old, str) and not isinstance(value, str) else value
+
+
+def check_kind(value: Any, old: Any) -> None:
+    """Raise GraphError for a value that ComfyUI would take for something else: "no" is true to it."""
+    if isinstance(old, bool) and not isinstance(value, bool):
+        raise GraphError(f"got {value!r}, need true or false")
 
 
 def _no_constant(name: str) -> Any:
@@ -229,6 +240,8 @@ def parse_sweep(text: str, old: Any) -> list[Any]:
             raise GraphError(f"got {text!r}, which is no JSON list ({error})") from None
     elif text:
         values = [parse_value(part.strip(), old) for part in text.split(",")]
+    for value in values:
+        check_kind(value, old)
     if not values or "" in values:
         raise GraphError(f"got {text!r}, need values: v1,v2,... or a JSON list")
     keys = [json.dumps(value, sort_keys=True) for value in values]

@@ -171,6 +171,15 @@ def test_parse_sweep_bad(graphs, text):
         graphs.parse_sweep(text, 0)
 
 
+def test_a_switch_takes_true_and_false_only(graphs):
+    assert graphs.parse_value("false", True) is False
+    for text in ("False", "no", "0", '"false"'):
+        with pytest.raises(graphs.GraphError, match="need true or false"):
+            graphs.parse_value(text, True)
+    with pytest.raises(graphs.GraphError, match="need true or false"):
+        graphs.parse_sweep("[true, 0]", False)
+
+
 def test_expand_makes_the_product_in_order(graphs):
     before = copy.deepcopy(GRAPH)
     runs = list(

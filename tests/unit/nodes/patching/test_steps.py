@@ -239,3 +239,11 @@ def test_resolve_takes_a_tensor():
     steps = policy(torch.tensor([1.0, 0.5, 0.0]), first=-1)
     assert steps.sigmas == (1.0, 0.5, 0.0)
     assert all(type(sigma) is float for sigma in steps.sigmas)
+
+
+def test_window_that_begins_at_a_step_holds_that_step():
+    """ComfyUI's sigmas are FP32, the window's ends are not."""
+    for start, end in ((EIGHT[2] - 5e-7, 0.0), (math.inf, EIGHT[2] + 5e-7)):
+        assert policy(EIGHT, start=start, end=end).why_dense(EIGHT[2]) is None
+    for start, end in ((EIGHT[2] - 5e-6, 0.0), (math.inf, EIGHT[2] + 5e-6)):
+        assert policy(EIGHT, start=start, end=end).why_dense(EIGHT[2]) == OUTSIDE_WINDOW
