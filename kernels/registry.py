@@ -106,6 +106,26 @@ def select(
     raise BackendUnavailable(op, backend, declined)
 
 
+def choose(
+    op: str, call: Any, backend: str = "auto", exclude: frozenset[str] = frozenset()
+) -> tuple[str, dict[str, str]]:
+    """As ``select``, but the name of the backend only."""
+    chosen, declined = select(op, call, backend, exclude)
+    return chosen.name, declined
+
+
+def why_not(op: str, call: Any, backend: str = "auto") -> str | None:
+    """Why ``backend`` would decline ``call``; None if it would run. Touches no device.
+
+    For "auto": the reasons of all backends, if every one of them declines.
+    """
+    try:
+        select(op, call, backend)
+    except BackendUnavailable as unavailable:
+        return unavailable.reasons.get(backend) or unavailable.listed
+    return None
+
+
 def loaded(backend: Backend) -> Callable[..., Any]:
     """The implementation of ``backend``, imported once."""
     return _load(backend)

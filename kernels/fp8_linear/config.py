@@ -9,8 +9,8 @@ from ..arch import DeviceFacts
 # The GEMM reads rows in 16-byte pieces.
 ALIGNMENT = 16
 # Fast accumulation keeps the sum of a whole row in the tensor cores' own accumulator of about 22
-# bits. From this K on its error shows, and on an H200 promoting to FP32 is the faster way there
-# (32760 x 13824 x 5120: 3.80 ms against 4.00 ms); below it costs 4 to 25 % (README.md).
+# bits, and cuts the more the larger that sum is. From this K on promoting to FP32 is the faster way
+# on an H200 as well; below it costs 4 to 25 % (times and errors: README.md).
 SLOW_ACCUM_FROM_K = 8192
 
 

@@ -8,7 +8,6 @@ import torch
 
 from .. import registry
 from ..arch import device_facts
-from ..errors import BackendUnavailable
 from .config import FP8LinearCall, FP8LinearStats, QuantizeCall, use_fast_accum
 from .reference import E4M3, QuantizedRows
 
@@ -91,11 +90,7 @@ def why_not_linear(call: FP8LinearCall, backend: str = "auto") -> str | None:
 
     For "auto": the reasons of all backends, if every one of them declines.
     """
-    try:
-        registry.select(OP, call, backend)
-    except BackendUnavailable as unavailable:
-        return unavailable.reasons.get(backend) or unavailable.listed
-    return None
+    return registry.why_not(OP, call, backend)
 
 
 def choose_linear_backend(
@@ -105,8 +100,7 @@ def choose_linear_backend(
 
     Raises BackendUnavailable (all reasons) if none would; ``exclude`` names backends to pass over.
     """
-    chosen, declined = registry.select(OP, call, backend, exclude)
-    return chosen.name, declined
+    return registry.choose(OP, call, backend, exclude)
 
 
 def describe_linear(x: torch.Tensor | QuantizedRows, weight: torch.Tensor) -> FP8LinearCall:

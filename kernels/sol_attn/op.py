@@ -10,7 +10,6 @@ import torch
 
 from .. import registry
 from ..arch import device_facts
-from ..errors import BackendUnavailable
 from .config import (
     HEAD_DIM,
     SolAttnCall,
@@ -112,11 +111,7 @@ def why_not(call: SolAttnCall, backend: str = "auto") -> str | None:
 
     For "auto": the reasons of all backends, if every one of them declines.
     """
-    try:
-        registry.select(OP, call, backend)
-    except BackendUnavailable as unavailable:
-        return unavailable.reasons.get(backend) or unavailable.listed
-    return None
+    return registry.why_not(OP, call, backend)
 
 
 def choose_backend(
@@ -126,8 +121,7 @@ def choose_backend(
 
     Raises BackendUnavailable (all reasons) if none would; ``exclude`` names backends to pass over.
     """
-    chosen, declined = registry.select(OP, call, backend, exclude)
-    return chosen.name, declined
+    return registry.choose(OP, call, backend, exclude)
 
 
 def describe_call(q: torch.Tensor, config: SolAttnConfig, layout: TokenLayout) -> SolAttnCall:

@@ -56,7 +56,8 @@ class WanAdapter(ModelAdapter):
     temporal_stride: ClassVar[int] = 4
     default_estimator: ClassVar[str] = "diag"
     # FP8 error against FP32 on structured inputs, 32,760 tokens, density 16 %: none 0.0135,
-    # k 0.0111, kv 0.0108, block 0.0093 (BENCHMARKS.md). k costs nothing to speak of, block half a call.
+    # k 0.0111, kv 0.0108, block 0.0093 (BENCHMARKS.md). k costs nothing to speak of; with
+    # block a call takes 1.5 times as long.
     default_smoothing: ClassVar[str] = "k"
     default_token_order: ClassVar[str] = "morton_3d"
     default_dense_layers: ClassVar[str] = "0"
