@@ -14,7 +14,8 @@ because it is part of the contract (README.md, "FP8"):
   descending index order. Conditioning and sinks stand in front of the sequence and come last,
   when the running maximum has settled.
 * Probabilities are cast at scale 2^8 through the exponent. The row sum is FP32 over the unrounded
-  probabilities for exp2, over the decoded bytes for expcast. LSE subtracts the 8 again.
+  probabilities for exp2 ("exact"; the SM90 kernel: "cast", over the rounded ones, which keeps a
+  constant V constant), over the decoded bytes for expcast. LSE subtracts the 8 again.
 * PV is accumulated per block and promoted to FP32.
 
 All rows advance together: a row whose mask does not hold a block sees only -inf there, which
@@ -70,6 +71,8 @@ def sol_attention_fp8_emulation(
     exp_mode: str = "exp2",
     probability_scale: float = 256.0,
     kv_splits: int = 1,
+    row_sums: str = "exact",
+    whole_maximum: bool = False,
     exact_mask: torch.Tensor | None = None,
 ) -> EmulationOutput:
     """Sol-Attn with the roundings of the FP8 kernels. Arguments as ``sol_attention_reference``.
@@ -84,6 +87,9 @@ def sol_attention_fp8_emulation(
         probability_scale: scale of the E4M3 cast; the kernels use 256.
         kv_splits: parts of the KV range, each a whole number of 64-block groups, that are
             normalised and rounded to BF16 apart and merged by their LSE.
+        row_sums: with exp2, sum "exact" probabilities or the "cast" ones.
+        whole_maximum: round the running maximum up to a whole number, as the SM90 kernel does: then
+            the E4M3 codes of normal numbers don't depend on when the maximum moves.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     tokens = q.shape[1]
@@ -121,7 +127,9 @@ def sol_attention_fp8_emulation(
     summaries = (route + log_lengths).masked_fill(rows, -math.inf)
 
     def part(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        state = _OnlineSoftmax(q32, exp_mode, probability_scale)
+        state = _OnlineSoftmax(
+            q32, exp_mode, probability_scale, row_sums, whole_maximum
+        )
         for start in range(first, last, BLOCK_SIZE):
             group = slice(start, min(start + BLOCK_SIZE, last))
             state.update(summaries[..., group], mean_v8[:, group])
@@ -228,9 +236,20 @@ def _merged(parts) -> tuple[torch.Tensor, torch.Tensor]:
 class _OnlineSoftmax:
     """Running maximum, row sum and output of every row, in log2 units."""
 
-    def __init__(self, q: torch.Tensor, exp_mode: str, probability_scale: float):
+    def __init__(
+        self,
+        q: torch.Tensor,
+        exp_mode: str,
+        probability_scale: float,
+        row_sums: str,
+        whole_maximum: bool,
+    ):
         if exp_mode not in ("exp2", "expcast"):
             raise ValueError(f"exp_mode: got {exp_mode!r}, need 'exp2' or 'expcast'")
+        if row_sums not in ("exact", "cast"):
+            raise ValueError(f"row_sums: got {row_sums!r}, need 'exact' or 'cast'")
+        self.sum_cast = row_sums == "cast"
+        self.whole_maximum = whole_maximum
         batch, tokens, heads, dim = q.shape
         self.exp_mode = exp_mode
         self.offset = math.log2(probability_scale)
@@ -240,13 +259,15 @@ class _OnlineSoftmax:
 
     def update(self, logits: torch.Tensor, values: torch.Tensor) -> None:
         """Add columns: logits (B, H, T, N) with -inf where masked, values (B, N, H, D)."""
-        row_max = torch.maximum(self.row_max, logits.amax(-1))
+        peak = logits.amax(-1)
+        row_max = torch.maximum(self.row_max, peak.ceil() if self.whole_maximum else peak)
         base = row_max.masked_fill(row_max == -math.inf, 0.0)  # no column yet: avoid -inf - -inf
         rescale = (self.row_max - base).exp2()
         exponent = logits - base.unsqueeze(-1) + self.offset
         if self.exp_mode == "exp2":
             exact = exponent.exp2()
-            probabilities, row_sum = to_e4m3(exact), exact.sum(-1)
+            probabilities = to_e4m3(exact)
+            row_sum = (probabilities if self.sum_cast else exact).sum(-1)
         else:
             code = (8.0 * (exponent + 7.0) - EXPCAST_OFFSET).round().clamp(0, EXPCAST_MAX_BYTE)
             probabilities = code.to(torch.uint8).view(E4M3).float()

@@ -12,6 +12,14 @@ from .config import BLOCK_SIZE, num_blocks
 from .emulation import E4M3, dequantized_means, padded, quantize_blocks, quantize_channels
 from .reference import block_mean
 
+# "k32" order of V's tokens: slot k of every 32 holds token TOKEN_OF_SLOT[k]. A warpgroup's
+# accumulator of Q K^T, rounded to E4M3 where it lies, is then the operand that multiplies V: no
+# shuffles between threads. Follows from the fragment layouts of m64nNk32.
+TOKEN_OF_SLOT = tuple(
+    16 * (k // 16) + 8 * (k % 4 // 2) + 2 * (k % 16 // 4) + k % 2 for k in range(32)
+)
+V_ORDERS = ("natural", "k32")
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -23,12 +31,13 @@ class Prepared:
     Attributes:
         tokens: T.
         q, k: "fp8": (B, H, 64 NT, 128).
-        v: "fp8": (B, H, 128, 64 NT), tokens contiguous, as an FP8 tensor core wants them.
+        v: "fp8": (B, H, 128, 64 NT), tokens contiguous, as an FP8 tensor core wants them, in
+            ``v_order``.
         q_mean, k_mean: (B, H, NT, 128) FP32, means of the unrounded blocks, which routing reads;
             k_mean without k_offset.
         mean_k: (B, H, 64 NG, 128) BF16 or E4M3, zero past NT.
         mean_v: "bf16": (B, H, 64 NG, 128) BF16; "fp8": (B, H, 128, 64 NG) E4M3, means of the
-            rounded V in units of v_scale.
+            rounded V in units of v_scale, in ``v_order``.
         q_scale, k_scale: (B, H, NT) FP32, value = code * scale; None for "bf16".
         mean_k_scale: (B, H, NG) FP32 or None.
         v_scale: (B, H, 128) FP32 or None.
@@ -37,6 +46,7 @@ class Prepared:
         out_offset: (B, H, 128) FP32 to add to every output row, or None.
         k_residual: k holds what is left of each key after its block's rounded mean, which the
             logit of an exact token gets back from the summary's logit.
+        v_order: order of the tokens in v and mean_v, "natural" or "k32" (``TOKEN_OF_SLOT``).
     """
 
     tokens: int
@@ -54,6 +64,7 @@ class Prepared:
     k_offset: torch.Tensor | None = None
     out_offset: torch.Tensor | None = None
     k_residual: bool = False
+    v_order: str = "natural"
 
     @property
     def precision(self) -> str:
@@ -69,7 +80,8 @@ class Prepared:
         if self.k_residual:
             k = k + self.dequant_mean_k().repeat_interleave(BLOCK_SIZE, 2)
         k = self._tokens(k if self.k_offset is None else k + self.k_offset.unsqueeze(2))
-        v = (self.v.float() * self.v_scale.unsqueeze(-1)).transpose(2, 3)
+        v = in_natural_order(self.v.float(), self.v_order) * self.v_scale.unsqueeze(-1)
+        v = v.transpose(2, 3)
         v = self._tokens(v if self.out_offset is None else v + self.out_offset.unsqueeze(2))
         return q, k, v
 
@@ -93,8 +105,9 @@ def prepare_reference(
     k_smoothing: str = "none",
     v_smoothing: str = "none",
     v_bias_correction: bool = False,
+    v_order: str = "natural",
 ) -> Prepared:
-    """``Prepared`` of q, k, v (B, T, H, 128) BF16. Smoothing acts on "fp8" only."""
+    """``Prepared`` of q, k, v (B, T, H, 128) BF16. Smoothing and v_order act on "fp8" only."""
     tokens = q.shape[1]
     q32, k32, v32 = q.float(), k.float(), v.float()
     if precision == "bf16":
@@ -129,11 +142,11 @@ def prepare_reference(
         tokens=tokens,
         q=_heads_first(q8).to(E4M3),
         k=_heads_first(k8).to(E4M3),
-        v=_channels_first(padded(v8)).to(E4M3),
+        v=in_order(_channels_first(padded(v8)), v_order).to(E4M3),
         q_mean=_heads_first(block_mean(q.float())),
         k_mean=_heads_first(k_mean),
         mean_k=_heads_first(mean_k8).to(E4M3),
-        mean_v=_channels_first(padded(block_mean(v8))).to(E4M3),
+        mean_v=in_order(_channels_first(padded(block_mean(v8))), v_order).to(E4M3),
         q_scale=q_scale.transpose(1, 2).contiguous(),
         k_scale=k_scale.transpose(1, 2).contiguous(),
         mean_k_scale=mean_k_scale.transpose(1, 2).contiguous(),
@@ -141,7 +154,23 @@ def prepare_reference(
         k_offset=None if k_offset is None else k_offset[:, 0],
         out_offset=None if out_offset is None else out_offset[:, 0],
         k_residual=k_smoothing == "block",
+        v_order=v_order,
     )
+
+
+def in_order(x: torch.Tensor, v_order: str) -> torch.Tensor:
+    """(..., N) in natural order, N a multiple of 32, to ``v_order``."""
+    return _reordered(x, TOKEN_OF_SLOT) if v_order == "k32" else x
+
+
+def in_natural_order(x: torch.Tensor, v_order: str) -> torch.Tensor:
+    """Inverse of ``in_order``."""
+    slot_of_token = sorted(range(32), key=TOKEN_OF_SLOT.__getitem__)
+    return _reordered(x, slot_of_token) if v_order == "k32" else x
+
+
+def _reordered(x: torch.Tensor, places) -> torch.Tensor:
+    return x.unflatten(-1, (-1, 32))[..., list(places)].flatten(-2)
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

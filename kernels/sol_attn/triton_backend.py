@@ -45,6 +45,8 @@ def sol_attention_fwd_triton(
 class Steps:
     """The three steps of one call, which a benchmark times apart."""
 
+    v_order = "natural"
+
     def __init__(
         self, q, k, v, *, config: SolAttnConfig, layout: TokenLayout, scale: float, order=None
     ):
@@ -60,6 +62,7 @@ class Steps:
             v_smoothing=config.v_smoothing,
             v_bias_correction=config.corrects_v_bias,
             order=order,
+            v_order=self.v_order,
         )
         self._route = partial(
             route,

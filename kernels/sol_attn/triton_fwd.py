@@ -90,12 +90,28 @@ def attend(
     )
     if splits == 1:
         return parts[0], None if lse is None else lse[0]
+    return merge(parts, lse, operands.out_offset)
+
+
+def merge(
+    parts: torch.Tensor, lse: torch.Tensor, out_offset: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Splits of the keys to one result.
+
+    Args:
+        parts: (S, B, T, H, 128) BF16; lse: (S, B, H, T) FP32, natural log.
+        out_offset: (B, H, 128) FP32 to add to every row, or None.
+
+    Returns:
+        out (B, T, H, 128) BF16, lse (B, H, T) FP32.
+    """
+    splits, batch, tokens, heads, _ = parts.shape
     out = torch.empty_like(parts[0])
     total = torch.empty_like(lse[0])
     _merge[(num_blocks(tokens), batch * heads)](
-        *(parts, lse, operands.out_offset, out, total, tokens, heads),
+        *(parts, lse, out_offset, out, total, tokens, heads),
         SPLITS=splits,
-        OUT_OFFSET=operands.out_offset is not None,
+        OUT_OFFSET=out_offset is not None,
     )
     return out, total
 

@@ -33,6 +33,7 @@ def prepare(
     v_smoothing: str = "none",
     v_bias_correction: bool = False,
     order: torch.Tensor | None = None,
+    v_order: str = "natural",
 ) -> Prepared:
     """``Prepared`` of q, k, v (B, T, H, 128) BF16 on one CUDA device; as ``prepare_reference``.
 
@@ -129,6 +130,7 @@ def prepare(
         ORDERED=order is not None,
         V_OFFSET=center_v,
         CODE_SUM=code_sum is not None,
+        K32=v_order == "k32",
     )
     out_offset = v_offset
     if code_sum is not None:
@@ -137,15 +139,43 @@ def prepare(
         *(tokens, q8, k8, v8, q_mean, k_mean, mean_k8, mean_v8),
         *(q_scale, k_scale, mean_k_scale, v_scale, k_offset, out_offset),
         k_residual=k_smoothing == "block",
+        v_order=v_order,
     )
 
 
 @triton.jit
-def _read_block(x_ptr, order_ptr, stride_b, stride_t, stride_h, T, H, ORDERED: tl.constexpr):
-    """(64, 128) FP32 tokens of this program's block, zeros past T. Offsets are int64."""
+def _token_of_slot(slot):
+    """``prepare.TOKEN_OF_SLOT`` in every 32."""
+    return (slot & ~14) + ((slot & 2) << 2) + ((slot & 12) >> 1)
+
+
+@triton.jit
+def _slot_of_token(token):
+    return (token & ~14) + ((token & 8) >> 2) + ((token & 6) << 1)
+
+
+@triton.jit
+def _read_block(
+    x_ptr,
+    order_ptr,
+    stride_b,
+    stride_t,
+    stride_h,
+    T,
+    H,
+    ORDERED: tl.constexpr,
+    K32: tl.constexpr = False,
+):
+    """(64, 128) FP32 tokens of this program's block, zeros past T. Offsets are int64.
+
+    With K32, row k is that of slot k: rows are fetched apart, so their order is free.
+    """
     block = tl.program_id(1).to(tl.int64)
     flat = tl.program_id(0).to(tl.int64)
-    place = block * _BLOCK + tl.arange(0, _BLOCK)
+    row = tl.arange(0, _BLOCK)
+    if K32:
+        row = _token_of_slot(row)
+    place = block * _BLOCK + row
     token = place
     if ORDERED:
         token = tl.load(order_ptr + place, mask=place < T, other=0)
@@ -446,23 +476,26 @@ def _round_values(
     ORDERED: tl.constexpr,
     V_OFFSET: tl.constexpr,
     CODE_SUM: tl.constexpr,
+    K32: tl.constexpr,
 ):
     """Codes of V, tokens contiguous, and codes of its block means. Grid (B H, NT)."""
     flat = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     channel = tl.arange(0, _DIM)
-    token = block * _BLOCK + tl.arange(0, _BLOCK)
-    v = _read_block(v_ptr, order_ptr, stride_b, stride_t, stride_h, T, H, ORDERED)
+    slot = tl.arange(0, _BLOCK)
+    v = _read_block(v_ptr, order_ptr, stride_b, stride_t, stride_h, T, H, ORDERED, K32)
     if V_OFFSET:
+        token = block * _BLOCK + (_token_of_slot(slot) if K32 else slot)
         offset = tl.load(v_offset_ptr + flat * _DIM + channel)
         v = tl.where((token < T)[:, None], v - offset[None, :], 0.0)
     code = _to_e4m3(v, tl.load(v_scale_ptr + flat * _DIM + channel)[None, :])
     row = flat * _DIM + channel
-    at = v8_ptr + row[:, None] * (NT * _BLOCK) + token[None, :]
+    at = v8_ptr + row[:, None] * (NT * _BLOCK) + block * _BLOCK + slot[None, :]
     tl.store(at, tl.trans(code))
     total = tl.sum(code.to(tl.float32), 0)
     if CODE_SUM:
         tl.store(code_sum_ptr + _block_row(NT) * _DIM + channel, total)
     groups = (NT + _BLOCK - 1) // _BLOCK
     mean = tl.div_rn(total, _length(T)).to(tl.float8e4nv)
-    tl.store(mean_v8_ptr + row * (groups * _BLOCK) + block, mean)
+    column = _slot_of_token(block) if K32 else block
+    tl.store(mean_v8_ptr + row * (groups * _BLOCK) + column, mean)

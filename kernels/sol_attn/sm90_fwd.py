@@ -1,0 +1,126 @@
+"""Host side of the SM90 Sol-Attn kernel: views of the operands, launch, merge of splits."""
+
+import functools
+import math
+
+import torch
+
+from .config import BLOCK_SIZE, HEAD_DIM, num_blocks
+from .prepare import Prepared
+from .sm90_variant import CONSUMERS, Variant
+from .triton_fwd import merge
+from .triton_route import Route
+
+
+def attend(
+    operands: Prepared,
+    chosen: Route | None,
+    *,
+    scale_log2: float,
+    with_lse: bool,
+    splits: int = 1,
+    order: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """out (B, T, H, 128) BF16 contiguous, and lse (B, H, T) FP32 natural log if asked for.
+
+    Args:
+        operands: FP8 ones with V in "k32" order.
+        chosen: packed bits of exact blocks; None takes every block exactly.
+        splits: parts of the keys, merged afterwards.
+    Row i of the operands goes to row order[i] of the results. The LSE does not hold the logit of
+    ``operands.k_offset``.
+    """
+    batch, heads, blocks, _ = operands.q_mean.shape
+    tokens = operands.tokens
+    device = operands.q.device
+    offset = operands.out_offset if splits == 1 else None
+    variant = Variant(
+        operands.precision,
+        source="all" if chosen is None else "words",
+        with_lse=with_lse or splits > 1,
+        ordered=order is not None,
+        with_offset=offset is not None,
+    )
+    parts = torch.empty(splits, batch, tokens, heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    lse = None
+    if variant.with_lse:
+        lse = torch.empty(splits, batch, heads, tokens, dtype=torch.float32, device=device)
+    none = _placeholder(device)
+    q, k, v = (_tma_view(x) for x in (operands.q, operands.k, operands.v))
+    mean_k, mean_v = operands.mean_k, operands.mean_v
+    if variant.fp8:
+        q, k, v, mean_k, mean_v = (
+            x.view(torch.uint8)
+            for x in (operands.q, operands.k, operands.v, operands.mean_k, operands.mean_v)
+        )
+        q, k, mean_k = (x.permute(2, 3, 1, 0) for x in (q, k, mean_k))
+        v, mean_v = (x.permute(2, 3, 1, 0) for x in (v, mean_v))
+    else:
+        q, k, v = (x.permute(1, 3, 2, 0) for x in (q, k, v))
+        v = v.transpose(0, 1)
+        mean_k, mean_v = mean_k.permute(2, 3, 1, 0), mean_v.permute(3, 2, 1, 0)
+
+    def per_head(x, count):
+        """(B, H, count) -> (count, B H)."""
+        if x is None:
+            return none.floats
+        return x.reshape(batch * heads, count).T
+
+    if chosen is None:
+        words = none.words
+    else:
+        words = chosen.words.view(batch * heads, blocks, -1).permute(2, 1, 0)
+    row_tiles = (blocks + CONSUMERS - 1) // CONSUMERS
+    items = row_tiles * batch * heads * splits
+    _compiled(variant)(
+        *(q, k, v, mean_k, mean_v),
+        *(per_head(operands.q_scale, blocks), per_head(operands.k_scale, blocks)),
+        per_head(operands.mean_k_scale, num_blocks(blocks)),
+        *(per_head(operands.v_scale, HEAD_DIM), per_head(offset, HEAD_DIM)),
+        words,
+        none.order if order is None else order,
+        parts.view(splits * batch, tokens, heads, HEAD_DIM).permute(3, 2, 1, 0),
+        none.floats if lse is None else lse.view(splits * batch * heads, tokens).T,
+        torch.zeros(1, dtype=torch.int32, device=device),
+        *(scale_log2, math.log2(tokens - (blocks - 1) * BLOCK_SIZE)),
+        *(tokens, splits, min(items, _multiprocessors(device))),
+    )
+    if splits == 1:
+        return parts[0], lse[0] if with_lse else None
+    return merge(parts, lse, operands.out_offset)
+
+
+@functools.cache
+def _compiled(variant: Variant):
+    from .sm90_compile import compile_variant
+
+    return compile_variant(variant)
+
+
+class _Placeholder:
+    """Arguments that a variant does not read."""
+
+    def __init__(self, device):
+        self.floats = torch.ones(1, 1, device=device)
+        self.words = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
+        self.order = torch.zeros(1, dtype=torch.int64, device=device)
+
+
+@functools.cache
+def _placeholder(device: torch.device) -> _Placeholder:
+    return _Placeholder(device)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _tma_view(x: torch.Tensor) -> torch.Tensor:
+    """``x`` if TMA can read it (16-byte address and strides), else a contiguous copy."""
+    size = x.element_size()
+    aligned = x.data_ptr() % 16 == 0 and all(
+        stride * size % 16 == 0 or n == 1
+        for stride, n in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    )
+    return x if aligned else x.contiguous()
