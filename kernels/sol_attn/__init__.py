@@ -6,7 +6,7 @@ import torch
 
 from ..registry import Backend, register
 from ..requirements import Requirements
-from . import reference_backend, triton_rules
+from . import reference_backend, sm90_rules, triton_rules
 from .config import HEAD_DIM, SolAttnCall, SolAttnConfig, SolAttnStats, TokenLayout
 from .op import (
     OP,
@@ -37,7 +37,30 @@ def _load_triton():
     return sol_attention_fwd_triton
 
 
+def _load_sm90():
+    from .sm90_backend import sol_attention_fwd_sm90
+
+    return sol_attention_fwd_sm90
+
+
 # Order is preference: a faster backend is registered above a slower one.
+register(
+    OP,
+    Backend(
+        "sm90",
+        load=_load_sm90,
+        requirements=Requirements(
+            device_types=frozenset({"cuda"}),
+            arch_major=9,
+            head_dims=frozenset({HEAD_DIM}),
+            modules=("triton", "cutlass", "tvm_ffi"),
+            systems=frozenset({"Linux"}),
+        ),
+        rules=(sm90_rules.unsupported_option,),
+        auto_rules=(triton_rules.slower_than_dense,),
+        defaults=sm90_rules.defaults,
+    ),
+)
 register(
     OP,
     Backend(

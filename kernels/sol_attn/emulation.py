@@ -127,9 +127,7 @@ def sol_attention_fp8_emulation(
     summaries = (route + log_lengths).masked_fill(rows, -math.inf)
 
     def part(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        state = _OnlineSoftmax(
-            q32, exp_mode, probability_scale, row_sums, whole_maximum
-        )
+        state = _OnlineSoftmax(q32, exp_mode, probability_scale, row_sums, whole_maximum)
         for start in range(first, last, BLOCK_SIZE):
             group = slice(start, min(start + BLOCK_SIZE, last))
             state.update(summaries[..., group], mean_v8[:, group])
@@ -241,8 +239,8 @@ class _OnlineSoftmax:
         q: torch.Tensor,
         exp_mode: str,
         probability_scale: float,
-        row_sums: str,
-        whole_maximum: bool,
+        row_sums: str = "exact",
+        whole_maximum: bool = False,
     ):
         if exp_mode not in ("exp2", "expcast"):
             raise ValueError(f"exp_mode: got {exp_mode!r}, need 'exp2' or 'expcast'")

@@ -5,9 +5,10 @@ from functools import partial
 import torch
 
 from . import sm90_fwd
-from .config import SolAttnConfig, TokenLayout, num_blocks
+from .config import SolAttnConfig, TokenLayout
 from .sm90_rules import choose_splits
 from .triton_backend import Steps as TritonSteps
+from .triton_words import route_words
 
 
 def sol_attention_fwd_sm90(
@@ -30,18 +31,10 @@ def sol_attention_fwd_sm90(
         steps = Steps(q, k, v, config=config, layout=layout, scale=scale, order=order)
         operands = steps.prepare()
         chosen = steps.route(operands, exact_mask=exact_mask)
-        out, lse = steps.attend(operands, chosen, with_lse=with_lse)
+        out, lse, counts = steps.attend(operands, chosen, with_lse=with_lse)
     if with_lse and operands.k_offset is not None:
         # The logit that every key of a row lost.
         lse = lse + torch.einsum("bthd,bhd->bht", steps.q.float(), operands.k_offset) * scale
-    if chosen is None:
-        batch, tokens, heads, _ = q.shape
-        blocks = num_blocks(tokens)
-        counts = torch.full(
-            (batch, heads, blocks), blocks, dtype=torch.int32, device=q.device
-        )
-    else:
-        counts = chosen.counts[0]
     return out.to(q.dtype), lse, counts
 
 
@@ -56,12 +49,17 @@ class Steps(TritonSteps):
         if splits == "auto":
             splits = choose_splits(q.shape, q.device)
         self._everything = not config.routing
-        self.attend = partial(
-            sm90_fwd.attend, splits=splits, **self.attend.keywords
+        self.attend = partial(sm90_fwd.attend, splits=splits, **self.attend.keywords)
+        self._route = partial(
+            route_words,
+            tau=config.tau,
+            estimator=config.estimator,
+            scale_log2=self.attend.keywords["scale_log2"],
+            layout=layout,
         )
 
     def route(self, operands, exact_mask=None):
-        """Which blocks are exact; None for all of them."""
+        """Packed bits of the exact blocks; None for all of them."""
         if self._everything and exact_mask is None:
             return None
-        return super().route(operands, exact_mask=exact_mask)
+        return self._route(operands.q_mean, operands.k_mean, exact_mask=exact_mask)

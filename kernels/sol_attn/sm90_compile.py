@@ -21,18 +21,16 @@ def compile_variant(variant: Variant, options: str = "--enable-tvm-ffi", **switc
 
     def rows():  # (rows, channels, H, B)
         shape = (cute.sym_int32(), HEAD_DIM, heads, batches)
-        return make_fake_tensor(
-            dtype, shape, (stride(), 1, stride(), stride()), assumed_align=16
-        )
+        return make_fake_tensor(dtype, shape, (stride(), 1, stride(), stride()), assumed_align=16)
 
     def values():  # (channels, rows, H, B)
         shape = (HEAD_DIM, cute.sym_int32(), heads, batches)
         strides = (stride(), 1) if variant.fp8 else (1, stride())
         return make_fake_tensor(dtype, shape, (*strides, stride(), stride()), assumed_align=16)
 
-    def per_head():  # (count, B H), or a placeholder
+    def per_head(dtype=Float32):  # (count, B H), or a placeholder
         return make_fake_tensor(
-            *(Float32, (cute.sym_int32(), cute.sym_int32()), (1, cute.sym_int64())), assumed_align=4
+            *(dtype, (cute.sym_int32(), cute.sym_int32()), (1, cute.sym_int64())), assumed_align=4
         )
 
     words = make_fake_tensor(
@@ -53,7 +51,7 @@ def compile_variant(variant: Variant, options: str = "--enable-tvm-ffi", **switc
         SolAttnSm90(variant, **switches),
         *(rows(), rows(), values(), rows(), values()),
         *(per_head() for _ in range(5)),
-        *(words, order, out, per_head(), counter),
+        *(words, order, out, per_head(), per_head(Int32), counter),
         *(Float32(0.1), Float32(6.0), Int32(1), Int32(1), Int32(1)),
         make_fake_stream(use_tvm_ffi_env_stream="tvm-ffi" in options),
         options=options,

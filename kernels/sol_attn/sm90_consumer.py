@@ -146,11 +146,16 @@ class ConsumerMixin:
                     self.softmax(scores, factor, Float32(0.0), state, acc, packed)
                     self.issue_pv(packed, frag_v, frag_ones, slot, tile, ones_acc)
                     # Look at the next slot while the products run. It can't be waiting for this
-                    # one to be freed: what it holds next has its own place in the ring.
+                    # one to be freed: what it holds next has its own place in the ring. BF16 has
+                    # few slots, and gives this one back first.
+                    if const_expr(not self.fp8):
+                        warpgroup.wait_group(0)
+                        self.arrive(empty + slot)
                     cute.arch.mbarrier_wait(full + ahead, phase_ahead)
                     tag, scale = label[0, ahead], scale_of[1, ahead]
-                    warpgroup.wait_group(0)
-                    self.arrive(empty + slot)
+                    if const_expr(self.fp8):
+                        warpgroup.wait_group(0)
+                        self.arrive(empty + slot)
                     self.take_pv(acc, tile, ones_acc, state)
                 else:
                     self.arrive(empty + slot)
@@ -187,9 +192,7 @@ class ConsumerMixin:
         warpgroup.fence()
         for step in cutlass.range_constexpr(cute.size(frag_k, mode=[2])):
             mma.set(Field.ACCUMULATE, step != 0)
-            cute.gemm(
-                mma, s_acc, q_tile[None, None, step], frag_k[None, None, step, slot], s_acc
-            )
+            cute.gemm(mma, s_acc, q_tile[None, None, step], frag_k[None, None, step, slot], s_acc)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
 
@@ -207,7 +210,11 @@ class ConsumerMixin:
             for step in cutlass.range_constexpr(steps):
                 ones.set(Field.ACCUMULATE, step != 0)
                 cute.gemm(
-                    ones, ones_acc, packed[None, None, step], frag_ones[None, None, step, 0], ones_acc
+                    ones,
+                    ones_acc,
+                    packed[None, None, step],
+                    frag_ones[None, None, step, 0],
+                    ones_acc,
                 )
         warpgroup.commit_group()
 
@@ -219,7 +226,9 @@ class ConsumerMixin:
             for i in cutlass.range_constexpr(64):
                 acc[i] = acc[i] + part[i]
         if const_expr(self.sums != "added"):
-            first_sum = tile.iterator + 64 if const_expr(self.sums == "column") else ones_acc.iterator
+            first_sum = (
+                tile.iterator + 64 if const_expr(self.sums == "column") else ones_acc.iterator
+            )
             sums = cute.make_tensor(first_sum, cute.make_layout(4))
             for row in cutlass.range_constexpr(2):
                 state.row_sum[row] = state.row_sum[row] + sums[2 * row]
@@ -331,9 +340,7 @@ class ConsumerMixin:
                     token = Int32(order[position])
                 target = out[None, head, token, out_batch]
                 words = cute.make_rmem_tensor(4, Int32)
-                cute.autovec_copy(
-                    self.aligned(rows[None, piece ^ (row % 8), row], 4), words
-                )
+                cute.autovec_copy(self.aligned(rows[None, piece ^ (row % 8), row], 4), words)
                 cute.autovec_copy(words, self.aligned_words(target, piece))
         if const_expr(self.variant.with_lse):
             if lane % 4 == 0:
@@ -344,9 +351,7 @@ class ConsumerMixin:
                         if const_expr(self.variant.ordered):
                             token = Int32(order[position])
                         value = state.row_max[row] + cute.math.log2(state.row_sum[row])
-                        lse[token, split * batch_heads + bh] = (
-                            value - self.probability_bits
-                        ) * LN2
+                        lse[token, split * batch_heads + bh] = (value - self.probability_bits) * LN2
 
     def aligned(self, words, count):
         """The same ``count`` words, known to be 16 bytes aligned."""

@@ -2,30 +2,32 @@
 
 import functools
 import math
+from pathlib import Path
 
 import torch
 
+from .. import jit
 from .config import BLOCK_SIZE, HEAD_DIM, num_blocks
 from .prepare import Prepared
 from .sm90_variant import CONSUMERS, Variant
 from .triton_fwd import merge
-from .triton_route import Route
 
 
 def attend(
     operands: Prepared,
-    chosen: Route | None,
+    words: torch.Tensor | None,
     *,
     scale_log2: float,
     with_lse: bool,
     splits: int = 1,
     order: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out (B, T, H, 128) BF16 contiguous, and lse (B, H, T) FP32 natural log if asked for.
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """out (B, T, H, 128) BF16 contiguous, lse (B, H, T) FP32 natural log if asked for, and the
+    number of exact blocks of every query block (B, H, NT) int32.
 
     Args:
         operands: FP8 ones with V in "k32" order.
-        chosen: packed bits of exact blocks; None takes every block exactly.
+        words: (B, H, NT, NW) packed bits of exact blocks; None takes every block exactly.
         splits: parts of the keys, merged afterwards.
     Row i of the operands goes to row order[i] of the results. The LSE does not hold the logit of
     ``operands.k_offset``.
@@ -36,7 +38,7 @@ def attend(
     offset = operands.out_offset if splits == 1 else None
     variant = Variant(
         operands.precision,
-        source="all" if chosen is None else "words",
+        source="all" if words is None else "words",
         with_lse=with_lse or splits > 1,
         ordered=order is not None,
         with_offset=offset is not None,
@@ -66,10 +68,7 @@ def attend(
             return none.floats
         return x.reshape(batch * heads, count).T
 
-    if chosen is None:
-        words = none.words
-    else:
-        words = chosen.words.view(batch * heads, blocks, -1).permute(2, 1, 0)
+    counts = torch.empty(splits, batch, heads, blocks, dtype=torch.int32, device=device)
     row_tiles = (blocks + CONSUMERS - 1) // CONSUMERS
     items = row_tiles * batch * heads * splits
     _compiled(variant)(
@@ -77,24 +76,34 @@ def attend(
         *(per_head(operands.q_scale, blocks), per_head(operands.k_scale, blocks)),
         per_head(operands.mean_k_scale, num_blocks(blocks)),
         *(per_head(operands.v_scale, HEAD_DIM), per_head(offset, HEAD_DIM)),
-        words,
+        none.words if words is None else words.view(batch * heads, blocks, -1).permute(2, 1, 0),
         none.order if order is None else order,
         parts.view(splits * batch, tokens, heads, HEAD_DIM).permute(3, 2, 1, 0),
         none.floats if lse is None else lse.view(splits * batch * heads, tokens).T,
+        counts.view(splits * batch * heads, blocks).T,
         torch.zeros(1, dtype=torch.int32, device=device),
         *(scale_log2, math.log2(tokens - (blocks - 1) * BLOCK_SIZE)),
         *(tokens, splits, min(items, _multiprocessors(device))),
     )
     if splits == 1:
-        return parts[0], lse[0] if with_lse else None
-    return merge(parts, lse, operands.out_offset)
+        return parts[0], lse[0] if with_lse else None, counts[0]
+    return *merge(parts, lse, operands.out_offset), counts.sum(0, dtype=torch.int32)
 
 
 @functools.cache
 def _compiled(variant: Variant):
-    from .sm90_compile import compile_variant
+    def build(options: str):
+        from .sm90_compile import compile_variant
 
-    return compile_variant(variant)
+        return compile_variant(variant, options)
+
+    return jit.load(jit.Kernel(variant.name, build, sources(), settings=repr(variant)))
+
+
+def sources() -> tuple[Path, ...]:
+    """Files that decide what is generated; a few too many, so that none is forgotten."""
+    folder = Path(__file__).parent
+    return (folder / "config.py", *sorted(folder.glob("sm90_*.py")))
 
 
 class _Placeholder:

@@ -42,6 +42,7 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         q_scale, k_scale: (NT, B H) FP32; mean_k_scale: (NG, B H); v_scale, out_offset: (128, B H).
         words: (NW, NT, B H) int32; bit c of word w: block 32 w + c is exact; set past NT.
         order: (T,) int64 or a dummy.
+        counts: (NT, B H S) int32, filled with the exact blocks of every query block.
         next_item: (1,) int32, 0.
         out: (128, H, T, B S) BF16; lse: (T, B H S) FP32 natural log, or a dummy.
         scale_log2: softmax scale times log2(e); tail_bits: log2 of the last block's tokens.
@@ -99,6 +100,7 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         order: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
+        counts: cute.Tensor,
         next_item: cute.Tensor,
         scale_log2: Float32,
         tail_bits: Float32,
@@ -151,15 +153,15 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         )
         barrier_count = 2 * self.stages + 2 * self.q_buffers
 
+        ones_size = cute.cosize(layout_ones) if self.sums == "apart" else 8
+
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, barrier_count]
             # per slot: block and owners, and the scale of the keys
             label: cute.struct.Align[cute.struct.MemRange[Int32, 2 * self.stages], 16]
             item_of: cute.struct.MemRange[Int32, 2]  # per query buffer
-            ones: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(layout_ones) if self.sums == "apart" else 8], 1024
-            ]
+            ones: cute.struct.Align[cute.struct.MemRange[self.dtype, ones_size], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
@@ -171,11 +173,9 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         self.kernel(
             *(atom_q, q, atom_k, k, atom_mk, mean_k, atom_v, v, atom_mv, mean_v),
             *(q_scale, k_scale, mean_k_scale, v_scale, out_offset, words, order, out, lse),
-            *(next_item, scale_log2, tail_bits, tokens, splits),
+            *(counts, next_item, scale_log2, tail_bits, tokens, splits),
             *(layout_q, layout_k, layout_v, loaded_v, layout_ones),
-        ).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
-        )
+        ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
@@ -199,6 +199,7 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         order: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
+        counts: cute.Tensor,
         next_item: cute.Tensor,
         scale_log2: Float32,
         tail_bits: Float32,
@@ -256,7 +257,7 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
             if warp == 0:
                 self.produce(
                     *(atom_q, q, atom_k, k, atom_mk, mean_k, atom_v, v, atom_mv, mean_v),
-                    *(k_scale, mean_k_scale, words, next_item, tokens, splits),
+                    *(k_scale, mean_k_scale, words, counts, next_item, tokens, splits),
                     *(s_q, s_k, s_loaded_v, label, item_of, full, empty, q_full, q_empty),
                 )
         else:

@@ -32,6 +32,7 @@ class ProducerMixin:
         k_scale,
         mean_k_scale,
         words,
+        counts,
         next_item,
         tokens,
         splits,
@@ -59,7 +60,7 @@ class ProducerMixin:
             coming = Int32(0)
             if lane == 0:
                 coming = cute.arch.atomic_add(next_item.iterator, Int32(1))
-            row_tile, bh, _, first, last = self.work_item(
+            row_tile, bh, split, first, last = self.work_item(
                 item, row_tiles, batch_heads, groups, splits
             )
             head, batch = bh % cute.size(q.shape[2]), bh // cute.size(q.shape[2])
@@ -108,6 +109,8 @@ class ProducerMixin:
                         slot = Int32(0)
                         phase = phase ^ 1
 
+            exact_blocks = cute.make_rmem_tensor(CONSUMERS, Int32)
+            exact_blocks.fill(0)
             first_word = 2 * first
             last_word = (blocks + 31) // 32
             if last_word > 2 * last:
@@ -117,6 +120,7 @@ class ProducerMixin:
                 own = cute.make_rmem_tensor(CONSUMERS, Int32)
                 for i in cutlass.range_constexpr(CONSUMERS):
                     own[i] = self.exact_word(words, word, row_tile * CONSUMERS + i, bh, blocks)
+                    exact_blocks[i] = exact_blocks[i] + cute.arch.popc(own[i])
                 wanted = own[0]
                 for i in cutlass.range_constexpr(1, CONSUMERS):
                     wanted = wanted | own[i]
@@ -158,6 +162,10 @@ class ProducerMixin:
             if slot == self.stages:
                 slot = Int32(0)
                 phase = phase ^ 1
+            if lane == 0:
+                for i in cutlass.range_constexpr(CONSUMERS):
+                    if row_tile * CONSUMERS + i < blocks:
+                        counts[row_tile * CONSUMERS + i, split * batch_heads + bh] = exact_blocks[i]
             item = ctas + cute.arch.shuffle_sync(coming, 0)
 
         cute.arch.mbarrier_wait(q_empty + buffer, q_phase)

@@ -140,7 +140,9 @@ class SoftmaxMixin:
         that ``prepare.SLOT_OF_TOKEN`` gives V's tokens; four registers make a word.
         """
         if const_expr(self.fp8):
-            source = cute.make_tensor(p.iterator, cute.make_layout((2, 2, 2, 4), stride=(1, 4, 2, 8)))
+            source = cute.make_tensor(
+                p.iterator, cute.make_layout((2, 2, 2, 4), stride=(1, 4, 2, 8))
+            )
             target = cute.make_tensor(packed.iterator, cute.make_layout((2, 2, 2, 4)))
             target.store(source.load().to(cutlass.Float8E4M3FN))
         else:

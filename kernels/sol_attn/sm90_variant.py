@@ -2,9 +2,8 @@
 
 from dataclasses import asdict, dataclass
 
-# Shared memory a thread block may have on SM90, in bytes, and what barriers and small tables take.
+# Shared memory that a thread block may have on SM90, in bytes.
 SHARED_BYTES = 232_448
-SMALL_BYTES = 3_072
 
 CONSUMERS = 3  # warpgroups of 64 query rows that share every K and V tile
 

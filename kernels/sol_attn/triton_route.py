@@ -55,6 +55,27 @@ def block_ranges(ranges: tuple[TokenRange, ...]) -> list[tuple[int, int]]:
     return merged
 
 
+def range_edges(layout: TokenLayout) -> list[int]:
+    """Sink ranges and dense query ranges in blocks, as the kernels' 4 MAX_RANGES arguments."""
+    return [
+        edge
+        for ranges in (layout.sink_kv, layout.dense_q)
+        for pair in (*block_ranges(ranges), *[(0, 0)] * MAX_RANGES)[:MAX_RANGES]
+        for edge in pair
+    ]
+
+
+def moments(k_mean: torch.Tensor, *, squares: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(B, H, 128) FP32 mean of the mean keys, and their centred second moment per channel."""
+    batch, heads, blocks, _ = k_mean.shape
+    mu = torch.empty(batch, heads, HEAD_DIM, dtype=torch.float32, device=k_mean.device)
+    moment = torch.empty_like(mu) if squares else None
+    _moments[(HEAD_DIM // CHANNELS, batch * heads)](
+        *(k_mean, mu, moment, blocks), MOMENT=squares, WIDTH=CHANNELS
+    )
+    return mu, moment
+
+
 def route(
     q_mean: torch.Tensor,
     k_mean: torch.Tensor,
@@ -90,19 +111,10 @@ def route(
     source = "scores" if routing else "all"
     if exact_mask is not None:
         source, exact_mask = "given", exact_mask.contiguous().view(torch.uint8)
-    edges = [
-        edge
-        for ranges in (layout.sink_kv, layout.dense_q)
-        for pair in (*block_ranges(ranges), *[(0, 0)] * MAX_RANGES)[:MAX_RANGES]
-        for edge in pair
-    ]
+    edges = range_edges(layout)
     mu = moment = None
     if source == "scores":
-        mu = empty(batch, heads, HEAD_DIM, dtype=torch.float32)
-        moment = torch.empty_like(mu) if estimator == "diag" else None
-        _moments[(HEAD_DIM // CHANNELS, batch * heads)](
-            *(k_mean, mu, moment, blocks), MOMENT=moment is not None, WIDTH=CHANNELS
-        )
+        mu, moment = moments(k_mean, squares=estimator == "diag")
     query_blocks, stages = _launch_shape(q_mean.device)
     grid = (triton.cdiv(blocks, query_blocks), batch * heads, splits)
     _route[grid](

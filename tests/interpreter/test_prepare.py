@@ -12,7 +12,7 @@ from sol_attn_cases import UNIT, fused_qkv_views, made, poisoned_memory, same_bi
 
 from hopper_sol.kernels.sol_attn.config import num_blocks
 from hopper_sol.kernels.sol_attn.emulation import E4M3, padded, quantize_blocks, quantize_channels
-from hopper_sol.kernels.sol_attn.prepare import prepare_reference
+from hopper_sol.kernels.sol_attn.prepare import in_order, prepare_reference
 from hopper_sol.kernels.sol_attn.reference import block_mean
 from hopper_sol.kernels.sol_attn.triton_prepare import prepare
 
@@ -150,6 +150,23 @@ def test_fp8(tokens, heads, batch, options):
         assert (
             lost.abs() > slack
         ).float().mean() > 0.5 or tokens == 1  # there is a mean to restore
+
+
+@pytest.mark.parametrize("tokens", [1, 65, 130, 4171])
+def test_order_of_v_for_warpgroups(tokens):
+    """The same codes as in natural order, in their slots, tails and summaries included."""
+    q, k, v = made(tokens, 2, offset=0.5)
+    options = SMOOTHING["kv-mean-corrected"] if tokens == 130 else {}
+    plain = prepare(q, k, v, precision="fp8", **options)
+    with poisoned_memory():
+        got = prepare(q, k, v, precision="fp8", v_order="k32", **options)
+    assert got.v_order == "k32" and plain.v_order == "natural"
+    for name in ("v", "mean_v"):
+        want = in_order(getattr(plain, name).view(torch.uint8), "k32")
+        assert torch.equal(getattr(got, name).view(torch.uint8), want), name
+    assert all(torch.equal(a, b) for a, b in zip(got.dequant(), plain.dequant(), strict=True))
+    rest = [name for name in fields(got) if name not in ("v", "mean_v")]
+    assert all(same_bits(fields(got)[name], fields(plain)[name]) for name in rest)
 
 
 @pytest.mark.parametrize("options", SMOOTHING.values(), ids=SMOOTHING)

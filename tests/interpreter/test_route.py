@@ -12,6 +12,7 @@ from sol_attn_cases import UNIT, poisoned_memory, same_bits
 from hopper_sol.kernels.sol_attn.config import TokenLayout, num_blocks
 from hopper_sol.kernels.sol_attn.reference import forced_blocks, route_mask, route_threshold
 from hopper_sol.kernels.sol_attn.triton_route import block_ranges, route
+from hopper_sol.kernels.sol_attn.triton_words import route_words
 
 SCALE = 128**-0.5
 LOG2E = math.log2(math.e)
@@ -36,6 +37,20 @@ def run(q_mean, k_mean, tokens, *, tau=1.0, estimator="diag", layout=None, **opt
             scale_log2=SCALE * LOG2E,
             layout=layout or TokenLayout(),
             **options,
+        )
+
+
+def run_words(q_mean, k_mean, *, tau=1.0, estimator="diag", layout=None, exact_mask=None):
+    """The kernel that makes the words alone: the same sums in the same order."""
+    with poisoned_memory():
+        return route_words(
+            q_mean,
+            k_mean,
+            tau=tau,
+            estimator=estimator,
+            scale_log2=SCALE * LOG2E,
+            layout=layout or TokenLayout(),
+            exact_mask=exact_mask,
         )
 
 
@@ -97,6 +112,7 @@ def assert_routed(got, q_mean, k_mean, tokens, **options):
     assert (used == mask)[~unsure].all()
     assert unsure.float().mean() < 4e-3  # else nothing was compared
     assert_lists(got, used)
+    assert torch.equal(run_words(q_mean, k_mean, **options), got.words)
     return used
 
 
@@ -258,3 +274,11 @@ def test_repeatable():
     q, k = means(130)
     first, second = run(q, k, 8320, estimator="exact"), run(q, k, 8320, estimator="exact")
     assert all(same_bits(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("blocks", [1, 65, 130])
+def test_words_of_a_given_mask(blocks):
+    q, k = means(blocks, heads=2)
+    mask = torch.rand(1, 2, blocks, blocks, generator=torch.Generator().manual_seed(blocks)) < 0.3
+    words = run_words(q, k, exact_mask=mask)
+    assert torch.equal(decoded(words, blocks), mask)

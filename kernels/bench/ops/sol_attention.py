@@ -97,6 +97,11 @@ CASES = {
     "wan14b-720p": Case(40, (21, 45, 80), 0, "morton", "Wan 14B, 1280x720, 81 frames"),
     # 32 latent frames of 24 x 42 tokens; the remaining 370 stand for text and audio in front.
     "h3-768p": Case(56, (32, 24, 42), 370, "raster", "MiniMax H3, 1344x768, 32,626 tokens"),
+    # Where sparse attention begins to pay.
+    "short-2k": Case(40, (2, 32, 32), 0, "morton", "40 heads, 2,048 tokens"),
+    "short-4k": Case(40, (4, 32, 32), 0, "morton", "40 heads, 4,096 tokens"),
+    "short-8k": Case(40, (8, 32, 32), 0, "morton", "40 heads, 8,192 tokens"),
+    "short-16k": Case(40, (16, 32, 32), 0, "morton", "40 heads, 16,384 tokens"),
     "tiny": Case(2, (2, 8, 16), 44, "morton", "for tests on a CPU"),
 }
 

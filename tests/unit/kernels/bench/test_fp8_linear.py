@@ -1,24 +1,51 @@
 """Rows of ``fp8_linear``, run end to end on a CPU."""
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
 
+from hopper_sol.kernels import quantize_rowwise
+from hopper_sol.kernels.bench.ops import fp8_block, fp8_producers
 from hopper_sol.kernels.bench.ops import fp8_linear as bench_op
 from hopper_sol.kernels.bench.ops.fp8_linear import CASES, FP8LinearBench
+from hopper_sol.kernels.bench.ops.fp8_producers import PRODUCERS
+from hopper_sol.kernels.bench.plan import expand, read_plan
+
+PLANS = Path(bench_op.__file__).resolve().parents[1] / "plans"
 
 TINY = ("fp8_linear", "--case", "tiny", "--backend")
 
 
 def test_cases_are_the_layers_of_the_models():
-    shapes = {name: (c.m, c.k, c.n, c.outputs) for name, c in CASES.items()}
-    assert shapes["wan1.3b-480p-qkv"] == (32760, 1536, 1536, 3)
-    assert shapes["wan14b-480p-qkv"] == (32760, 5120, 5120, 3)
-    assert shapes["wan14b-720p-ffn_up"] == (75600, 5120, 13824, 1)
-    assert shapes["wan14b-480p-ffn_down"] == (32760, 13824, 5120, 1)
-    assert shapes["h3-768p-qkv"] == (32626, 5376, 21504, 1)
-    assert shapes["h3-768p-o"] == (32626, 7168, 5376, 1)
-    assert shapes["h3-768p-fc1"] == (32626, 5376, 28672, 1)
-    assert shapes["h3-768p-fc2"] == (32626, 14336, 5376, 1)
+    def layer(name):
+        case = CASES[name]
+        return (*case.shape, case.outputs, case.producer)
+
+    assert layer("wan1.3b-480p-qkv") == (32760, 1536, 1536, 3, "")
+    assert layer("wan1.3b-480p-qkv_fused") == (32760, 1536, 4608, 1, "")
+    assert layer("wan14b-480p-qkv") == (32760, 5120, 5120, 3, "")
+    assert layer("wan14b-480p-norm_qkv") == (32760, 5120, 5120, 3, "wan_norm")
+    assert layer("wan14b-720p-ffn_up") == (75600, 5120, 13824, 1, "")
+    assert layer("wan14b-480p-ffn_down") == (32760, 13824, 5120, 1, "")
+    assert layer("wan14b-480p-gelu_ffn_down") == (32760, 13824, 5120, 1, "gelu")
+    assert layer("h3-768p-qkv") == (32626, 5376, 21504, 1, "")
+    assert layer("h3-768p-norm_qkv") == (32626, 5376, 21504, 1, "h3_norm")
+    assert layer("h3-768p-o") == (32626, 7168, 5376, 1, "")
+    assert layer("h3-768p-fc1") == (32626, 5376, 28672, 1, "")
+    assert layer("h3-768p-fc2") == (32626, 14336, 5376, 1, "")
+    assert layer("h3-768p-swiglu_fc2") == (32626, 14336, 5376, 1, "swiglu")
+
+
+def test_the_plan_names_cases_that_exist():
+    plan = read_plan(PLANS / "fp8_linear.json")
+    device = torch.device("cpu")
+    jobs = [job for entry in plan for job in expand(entry, FP8LinearBench(), device)]
+    assert {job.settings["case"] for job in jobs} <= set(CASES)
+    fused = {(job.settings["case"], job.settings["fused"]) for job in jobs}
+    for case in ("wan14b-480p-block", "wan14b-480p-gelu_ffn_down", "h3-768p-swiglu_fc2"):
+        assert {(case, "on"), (case, "off")} <= fused
 
 
 def test_rows(bench, speeds):
@@ -37,13 +64,98 @@ def test_rows(bench, speeds):
         assert 0.02 < ours["rel_l2"] < 0.04 and 5e-4 < peer["rel_l2"] < 5e-3
         assert peer["precision"] == "bf16" and ours["precision"] == "fp8"
         assert ours["shape"] == [65, 128, 96] and ours["outputs"] == 3
+        assert ours["fused"] is None and ours["quant_tb_s"] is not None
     assert run.rows[0]["rel_l2"] != run.rows[2]["rel_l2"]
 
 
-def test_rate_counts_all_outputs():
-    row = {"shape": [65, 128, 96], "outputs": 3, "total_ms": 0.001}
+def test_rates():
+    def derived(**row):
+        return FP8LinearBench().derived({"fused": None, "quant_ms": None, **row})
+
     flop = 2 * 65 * 128 * 96 * 3
-    assert FP8LinearBench().derived(row)["tflops"] == pytest.approx(flop / 1e-6 / 1e12)
+    found = derived(case="tiny", total_ms=0.001, quant_ms=0.002)
+    assert found["tflops"] == pytest.approx(flop / 1e-6 / 1e12)
+    # BF16 in, E4M3 and one FP32 scale out.
+    assert found["quant_tb_s"] == pytest.approx(65 * (128 * 3 + 4) / 2e-6 / 1e12)
+    gated = derived(case="tiny-swiglu", total_ms=1.0, quant_ms=0.002, fused="on")
+    assert gated["quant_tb_s"] == pytest.approx(65 * (256 * 2 + 128 + 4) / 2e-6 / 1e12)
+    # Passes of the model's own operations are in the time then.
+    assert "quant_tb_s" not in derived(case="tiny-gelu", total_ms=1.0, quant_ms=1.0, fused="off")
+    block = derived(case="tiny-block", total_ms=0.001, fused="on")
+    square, ffn = 128 * 128 * (6 * 65 + 2 * 7), 2 * 65 * 128 * 192
+    assert block == {"tflops": pytest.approx(2 * (square + ffn) / 1e-6 / 1e12)}
+
+
+@pytest.mark.parametrize("producer", sorted(PRODUCERS))
+@pytest.mark.parametrize("generator", ["iid", "structured"])
+def test_rows_with_a_producer(bench, speeds, producer, generator):
+    case = ("fp8_linear", "--case", f"tiny-{producer}", "--generator", generator)
+    run = bench(*case, "--fused", "on,off", "--backend", "reference,peer:f_linear_bf16")
+    assert run.status == 0 and [row["error"] for row in run.rows] == [None] * 4
+    fused, _, apart, peer = run.rows
+    assert (fused["fused"], apart["fused"]) == ("on", "off")
+    assert 0.02 < fused["rel_l2"] < 0.04 and peer["rel_l2"] < 1e-2
+    assert "gemm_ms" in speeds(fused) and "quant_ms" in speeds(apart)
+    assert fused["quant_tb_s"] is not None and apart["quant_tb_s"] is None
+
+
+def test_fused_and_apart_take_different_ways(bench, monkeypatch):
+    used = []
+    fused = fp8_producers.quantize_gelu
+
+    def spy(x, *, backend):
+        used.append(tuple(x.shape))
+        return fused(x, backend=backend)
+
+    monkeypatch.setattr(fp8_producers, "quantize_gelu", spy)
+    tiny = ("fp8_linear", "--case", "tiny-gelu", "--backend", "reference", "--fused")
+    bench(*tiny, "off")
+    assert used == []
+    bench(*tiny, "on")
+    assert set(used) == {(65, 128)}
+
+
+@pytest.mark.parametrize("producer", sorted(PRODUCERS))
+def test_a_wrong_producer_has_no_speed(bench, monkeypatch, speeds, producer):
+    right = PRODUCERS[producer].bind
+
+    def bind(m, k, draw):
+        bound = right(m, k, draw)
+        wrong = lambda x, backend: quantize_rowwise(bound.eager(x) + 0.2, backend=backend)
+        return dataclasses.replace(bound, fused=wrong)
+
+    changed = dataclasses.replace(PRODUCERS[producer], bind=bind)
+    monkeypatch.setitem(PRODUCERS, producer, changed)
+    (row,) = bench("fp8_linear", "--case", f"tiny-{producer}", "--backend", "reference").rows
+    assert row["parity_ok"] is False and speeds(row) == []
+
+
+@pytest.mark.parametrize("generator", ["iid", "structured"])
+def test_block(bench, speeds, generator):
+    case = ("fp8_linear", "--case", "tiny-block", "--generator", generator)
+    run = bench(*case, "--fused", "on,off", "--backend", "reference,peer:f_linear_bf16")
+    assert run.status == 0 and [row["error"] for row in run.rows] == [None] * 4
+    fused, peer, apart, _ = run.rows
+    assert set(speeds(fused)) == {"total_ms", "p25_ms", "p75_ms", "tflops"}
+    assert 0.04 < fused["rel_l2"] <= bench_op.BLOCK_BOUND and peer["rel_l2"] < 1e-2
+    assert (fused["fused"], apart["fused"]) == ("on", "off")
+
+
+LINEARS = ("q", "k", "v", "o", "cross_q", "cross_k", "cross_v", "cross_o", "up", "down")
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_every_linear_of_a_block_is_gated(bench, monkeypatch, speeds, name):
+    prepared = fp8_block.Quantized.__init__
+
+    def wrong_bias(self, *arguments):
+        prepared(self, *arguments)
+        codes, scale, bias = self._linears[name]
+        self._linears[name] = (codes, scale, -5 * bias)
+
+    monkeypatch.setattr(fp8_block.Quantized, "__init__", wrong_bias)
+    (row,) = bench("fp8_linear", "--case", "tiny-block", "--backend", "reference").rows
+    assert row["parity_ok"] is False and speeds(row) == []
 
 
 def test_wrong_values_have_no_speed(bench, add_peer, speeds):

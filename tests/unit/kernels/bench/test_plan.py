@@ -50,6 +50,10 @@ def test_all_cases_are_all_but_the_one_for_tests():
         "wan14b-480p",
         "wan14b-720p",
         "h3-768p",
+        "short-2k",
+        "short-4k",
+        "short-8k",
+        "short-16k",
     ]
 
 

@@ -1,5 +1,6 @@
-"""The Triton backend on a GPU: parity with the specification, addressing, and the public op."""
+"""The Triton and SM90 backends on a GPU: parity with the specification, addressing, the public op."""
 
+import importlib
 import math
 import random
 
@@ -54,34 +55,54 @@ def precise_products():
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def triton_device():
-    if torch.cuda.is_available():
-        call = describe_call(
-            torch.empty(1, 64, 1, 128, device=DEVICE, dtype=BF16),
-            SolAttnConfig(precision="fp8"),
-            TokenLayout(),
+IMPLEMENTATIONS = {
+    "triton": "sol_attention_fwd_triton",
+    "sm90": "sol_attention_fwd_sm90",
+}
+# What the emulation has to be told about a backend.
+ROUNDINGS = {"triton": {}, "sm90": {"row_sums": "cast", "whole_maximum": True}}
+
+
+class Attention:
+    """A backend itself: out, lse, counts."""
+
+    def __init__(self, backend):
+        self.backend = backend
+        module = importlib.import_module(f"hopper_sol.kernels.sol_attn.{backend}_backend")
+        self.implementation = getattr(module, IMPLEMENTATIONS[backend])
+
+    def __call__(self, q, k, v, mask=None, **options):
+        layout, order = options.pop("layout", TokenLayout()), options.pop("order", None)
+        with_lse, scale = options.pop("with_lse", True), options.pop("scale", SCALE)
+        return self.implementation(
+            *(q, k, v),
+            config=SolAttnConfig(**{"precision": "bf16", **options}),
+            layout=layout,
+            scale=scale,
+            with_lse=with_lse,
+            order=order,
+            exact_mask=mask,
         )
-        reason = why_not(call, "triton")
-        if reason:
-            pytest.skip(reason)
+
+    def emulation(self, q, k, v, **options):
+        return sol_attention_fp8_emulation(q, k, v, **ROUNDINGS[self.backend], **options)
 
 
-def triton(q, k, v, mask=None, **options):
-    """The backend itself: out, lse, counts."""
-    from hopper_sol.kernels.sol_attn.triton_backend import sol_attention_fwd_triton
-
-    layout, order = options.pop("layout", TokenLayout()), options.pop("order", None)
-    with_lse, scale = options.pop("with_lse", True), options.pop("scale", SCALE)
-    return sol_attention_fwd_triton(
-        *(q, k, v),
-        config=SolAttnConfig(**{"precision": "bf16", **options}),
-        layout=layout,
-        scale=scale,
-        with_lse=with_lse,
-        order=order,
-        exact_mask=mask,
+def backend_or_skip(backend):
+    call = describe_call(
+        torch.empty(1, 64, 1, 128, device=DEVICE, dtype=BF16),
+        SolAttnConfig(precision="fp8"),
+        TokenLayout(),
     )
+    reason = why_not(call, backend)
+    if reason:
+        pytest.skip(reason)
+    return Attention(backend)
+
+
+@pytest.fixture(params=list(IMPLEMENTATIONS))
+def attention(request):
+    return backend_or_skip(request.param)
 
 
 def normal(tokens, heads=2, batch=1, seed=0, size=0.0):
@@ -136,19 +157,19 @@ def lse_bound(precision, size=1.0):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_same_mask(tokens, precision):
+def test_same_mask(attention, tokens, precision):
     q, k, v = normal(tokens)
     for share in (0.3, -1.0, 2.0):  # some, all summaries, all exact
         mask = random_mask(tokens, share=share)
         with poisoned_memory():
-            out, lse, counts = triton(q, k, v, mask, precision=precision)
+            out, lse, counts = attention(q, k, v, mask, precision=precision)
         want = specification(q, k, v, mask)
         assert torch.equal(counts, mask.sum(-1, dtype=torch.int32))
         assert out.isfinite().all() and lse.isfinite().all()
         assert rel_l2(out, want.out) <= TO_FP32[precision]
         assert (lse - want.lse).abs().max() <= lse_bound(precision)
         if precision == "fp8" and tokens <= 4171:
-            emulated = sol_attention_fp8_emulation(q, k, v, exact_mask=mask)
+            emulated = attention.emulation(q, k, v, exact_mask=mask)
             assert rel_l2(out, emulated.out) <= FP8_TO_EMULATION
             assert (lse - emulated.lse).abs().max() <= 2e-3
 
@@ -170,13 +191,13 @@ def route_of(q, k, *, tau, estimator, layout=None):
 @pytest.mark.parametrize("estimator", ["diag", "exact"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_own_mask(tokens, precision, estimator):
+def test_own_mask(attention, tokens, precision, estimator):
     q, k, v = normal(tokens)
     ends = ((0, min(tokens, 70)), (tokens - 1, tokens))
     layout = TokenLayout(sink_kv=ends, dense_q=((tokens // 2, tokens // 2 + 1),))
     options = {"tau": 1.0, "estimator": estimator, "layout": layout}
     with poisoned_memory():
-        out, lse, counts = triton(q, k, v, precision=precision, **options)
+        out, lse, counts = attention(q, k, v, precision=precision, **options)
     mask, unsure = route_of(q, k, **options)
     assert ((counts - mask.sum(-1)).abs() <= unsure.sum(-1)).all()
     assert unsure.float().mean() < 1e-3
@@ -188,23 +209,23 @@ def test_own_mask(tokens, precision, estimator):
         assert 0.1 < counts.float().mean() / num_blocks(tokens) < 0.4
         assert counts[0, 0, tokens // 2 // 64] == num_blocks(tokens)
     if not unsure.any():
-        assert same(triton(q, k, v, mask, precision=precision), (out, lse, counts))
+        assert same(attention(q, k, v, mask, precision=precision), (out, lse, counts))
 
 
-def test_routing_of_keys_with_a_large_mean():
+def test_routing_of_keys_with_a_large_mean(attention):
     """Centring comes first: uncentred, ten bits of TF32 would lose the spread in the mean."""
     q, k, v = normal(130 * 64, size=0.5)
     offset = 100.0 * torch.randn(1, 1, 2, 128, device=DEVICE).round()
     k = (k.float().mul(2).round().div(2) + offset).to(BF16)
     for estimator in ("diag", "exact"):
-        *_, counts = triton(q, k, v, estimator=estimator)
+        *_, counts = attention(q, k, v, estimator=estimator)
         mask, unsure = route_of(q, k, tau=1.0, estimator=estimator)
         assert ((counts - mask.sum(-1)).abs() <= unsure.sum(-1)).all()
         assert unsure.float().mean() < 0.05  # magnitudes of the uncentred keys: 64 times too much
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_mean_of_values_at_wan_length(precision):
+def test_mean_of_values_at_wan_length(attention, precision):
     """Sums of 512 blocks keep their size.
 
     A tensor core that adds FP8 products to a long sum in place, with 13 bits, drops what is small
@@ -214,24 +235,27 @@ def test_mean_of_values_at_wan_length(precision):
     q, k, v = normal(32_760, heads=1)
     v = v + 0.5
     for mask in (random_mask(32_760, 1, share=2.0), random_mask(32_760, 1, share=0.1)):
-        out, *_ = triton(q, k, v, mask, precision=precision)
+        out, *_ = attention(q, k, v, mask, precision=precision)
         want = specification(q, k, v, mask)
         ratio = (out.double().mean() / want.out.double().mean()).item()
         assert abs(ratio - 1) <= {"bf16": 1e-3, "fp8": 1e-2}[precision]
+        if precision == "fp8":
+            emulated = attention.emulation(q, k, v, exact_mask=mask)
+            assert rel_l2(out, emulated.out) <= FP8_TO_EMULATION
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_everything_exact_is_dense_attention(precision):
+def test_everything_exact_is_dense_attention(attention, precision):
     q, k, v = normal(4171)
     dense = torch.nn.functional.scaled_dot_product_attention(
         *(x.float().transpose(1, 2) for x in (q, k, v))
     ).transpose(1, 2)
     everything = TokenLayout(sink_kv=((0, 4171),))
     cases = ({"tau": -1000.0}, {"routing": False}, {"tau": 8.0, "layout": everything})
-    results = [triton(q, k, v, precision=precision, **options) for options in cases]
+    results = [attention(q, k, v, precision=precision, **options) for options in cases]
     assert rel_l2(results[0][0], dense) <= TO_FP32[precision]
     assert same(results[1], results[0]) and same(results[2], results[0])
-    rows = triton(q, k, v, precision=precision, tau=8.0, layout=TokenLayout(dense_q=((0, 64),)))
+    rows = attention(q, k, v, precision=precision, tau=8.0, layout=TokenLayout(dense_q=((0, 64),)))
     assert torch.equal(rows[0][:, :64], results[0][0][:, :64])
 
 
@@ -246,13 +270,15 @@ SMOOTHING = [
 
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("options", SMOOTHING, ids=str)
-def test_smoothing(options, splits):
+def test_smoothing(attention, options, splits):
+    if attention.backend == "sm90" and options.get("k_smoothing") == "block":
+        pytest.skip("not in the SM90 kernel; declined, see tests/unit")
     q, k, v = normal(4171)
     k, v = k + 1.5, v + 0.5
     mask = random_mask(4171)
     options = {**options, "kv_splits": splits}
-    out, lse, _ = triton(q, k, v, mask, precision="fp8", **options)
-    want = sol_attention_fp8_emulation(q, k, v, exact_mask=mask, **options)
+    out, lse, _ = attention(q, k, v, mask, precision="fp8", **options)
+    want = attention.emulation(q, k, v, exact_mask=mask, **options)
     assert rel_l2(out, want.out) <= FP8_TO_EMULATION
     assert (lse - want.lse).abs().max() <= 5e-3  # moved codes, in keys of size 1.8
     assert rel_l2(out, specification(q, k, v, mask).out) <= TO_FP32["fp8"]
@@ -289,11 +315,11 @@ def test_preparation_is_the_twins(options):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_splits(precision):
+def test_splits(attention, precision):
     q, k, v = normal(3 * 4096 + 100)
-    one = triton(q, k, v, precision=precision)
+    one = attention(q, k, v, precision=precision)
     for splits in (2, 4):
-        out, lse, counts = triton(q, k, v, precision=precision, kv_splits=splits)
+        out, lse, counts = attention(q, k, v, precision=precision, kv_splits=splits)
         assert torch.equal(counts, one[2])
         # Another running maximum, other roundings of P, and parts in BF16.
         p_error = {"bf16": 2**-9, "fp8": 0.0265}[precision]
@@ -306,35 +332,35 @@ def test_splits(precision):
 
 @pytest.mark.parametrize("per_head", [False, True], ids=["qkv-first", "heads-first"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_fused_views(precision, per_head):
+def test_fused_views(attention, precision, per_head):
     """NaN lies between the rows, in front of the first and behind the last."""
     packed = normal(1000, batch=2)
     views = fused_qkv_views(*packed, per_head=per_head)
     with poisoned_memory():
-        got, want = (triton(*x, precision=precision) for x in (views, packed))
+        got, want = (attention(*x, precision=precision) for x in (views, packed))
     assert same(got, want) and got[0].is_contiguous()
     mixed = (packed[0], views[1], fused_qkv_views(*packed, gap=256)[2])
-    assert same(triton(*mixed, precision=precision), want)
+    assert same(attention(*mixed, precision=precision), want)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_repeatable(precision):
+def test_repeatable(attention, precision):
     inputs = normal(4171)
     options = {"k_smoothing": "mean", "v_smoothing": "mean"} if precision == "fp8" else {}
-    first = triton(*inputs, precision=precision, **options)
+    first = attention(*inputs, precision=precision, **options)
     for _ in range(3):
-        assert same(triton(*inputs, precision=precision, **options), first)
-    split = [triton(*inputs, precision=precision, kv_splits=2) for _ in range(2)]
+        assert same(attention(*inputs, precision=precision, **options), first)
+    split = [attention(*inputs, precision=precision, kv_splits=2) for _ in range(2)]
     assert same(*split)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_head_of_nan_stays_alone(precision):
+def test_a_head_of_nan_stays_alone(attention, precision):
     clean = normal(1000, heads=3)
     spoilt = [x.clone() for x in clean]
     for x in spoilt:
         x[0, 500, 1, 7] = float("nan")
-    want, got = (triton(*x, precision=precision) for x in (clean, spoilt))
+    want, got = (attention(*x, precision=precision) for x in (clean, spoilt))
     for head in (0, 2):
         assert torch.equal(got[0][:, :, head], want[0][:, :, head])
         assert torch.equal(got[1][:, head], want[1][:, head])
@@ -355,12 +381,12 @@ def far_views():
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_offsets_beyond_two_to_the_31(precision):
+def test_offsets_beyond_two_to_the_31(attention, precision):
     """The last rows of the last heads, which 32-bit offsets would fetch from elsewhere."""
     q, k, v = far_views()
     tokens, blocks = q.shape[1], num_blocks(q.shape[1])
     with poisoned_memory():
-        out, _, counts = triton(q, k, v, precision=precision, tau=8.0, with_lse=False)
+        out, _, counts = attention(q, k, v, precision=precision, tau=8.0, with_lse=False)
     band = forced_blocks(tokens, device=DEVICE)
     # Eight standard deviations of 2500 normal scores: the band alone, but for rounding none else.
     assert torch.equal(counts, band.sum(-1).int().expand_as(counts))
@@ -410,10 +436,10 @@ def test_long_list_of_blocks_beyond_two_to_the_31():
 # --- Sweep
 
 
-def sweep_cases(count=60):
+def sweep_cases(count, longest):
     draw = random.Random(20)
     for index in range(count):
-        tokens = draw.choice([draw.randint(1, 200), draw.randint(200, 3000)])
+        tokens = draw.choice([draw.randint(1, 200), draw.randint(200, longest)])
         ranges = []
         for _ in range(2):
             starts = sorted(draw.randrange(tokens) for _ in range(draw.randint(0, 4)))
@@ -426,15 +452,23 @@ def sweep_cases(count=60):
             "estimator": draw.choice(["diag", "exact"]),
             "precision": draw.choice(PRECISIONS),
             "layout": TokenLayout(sink_kv=ranges[0], dense_q=ranges[1]),
+            "fused": draw.random() < 0.5,
         }
 
 
-@pytest.mark.parametrize("case", list(sweep_cases()), ids=lambda case: f"{case['index']}")
-def test_sweep(case):
+SWEEP = [("triton", case) for case in sweep_cases(60, 3000)]
+SWEEP += [("sm90", case) for case in sweep_cases(200, 5000)]
+
+
+@pytest.mark.parametrize(("backend", "case"), SWEEP, ids=[f"{b}-{c['index']}" for b, c in SWEEP])
+def test_sweep(backend, case):
+    attention = backend_or_skip(backend)
     q, k, v = normal(case["tokens"], case["heads"], seed=case["index"], size=0.3)
+    if case["fused"]:
+        q, k, v = fused_qkv_views(q, k, v)
     options = {name: case[name] for name in ("tau", "estimator", "layout")}
     with poisoned_memory():
-        out, lse, counts = triton(q, k, v, precision=case["precision"], **options)
+        out, lse, counts = attention(q, k, v, precision=case["precision"], **options)
     mask, unsure = route_of(q, k, **options)
     assert ((counts - mask.sum(-1)).abs() <= unsure.sum(-1)).all()
     want = specification(q, k, v, mask)
@@ -444,19 +478,50 @@ def test_sweep(case):
         assert (lse - want.lse).abs().max() <= lse_bound(case["precision"], 1.1)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("share", [0.1, -1.0, 2.0])
+def test_a_constant_value_stays_constant(share, precision):
+    """Row sums of the SM90 kernel are those of the rounded probabilities: nothing is left over."""
+    attention = backend_or_skip("sm90")
+    q, k, v = normal(4171)
+    v = torch.full_like(v, 3.0)
+    out, *_ = attention(q, k, v, random_mask(4171, share=share), precision=precision)
+    # E4M3 holds the constant as its largest value exactly; BF16 sums unrounded probabilities of
+    # which each is off by 2^-9 at most. Then the output is rounded.
+    assert (out.float() / 3.0 - 1).abs().max() <= 2**-9 + 2**-8
+
+
+def test_logits_that_grow_along_the_sequence():
+    """The running maximum moves at every tile, by more than a probability can hold."""
+    for backend in IMPLEMENTATIONS:
+        attention = backend_or_skip(backend)
+        q, k, v = normal(4171)
+        q = torch.ones_like(q)
+        ramp = torch.arange(4171, device=DEVICE).flip(0) / 64 * 1.5  # taken from the last block on
+        k = (k * 0.1 + ramp[None, :, None, None] / 128**0.5).to(BF16)
+        mask = random_mask(4171, share=0.5)
+        for precision in PRECISIONS:
+            out, lse, _ = attention(q, k, v, mask, precision=precision)
+            want = specification(q, k, v, mask)
+            assert rel_l2(out, want.out) <= 2 * TO_FP32[precision]
+            # One logit of 97, whose key is rounded: 2^-9 of it in BF16, which both have, and in
+            # E4M3 up to 2^-4.
+            assert (lse - want.lse).abs().max() <= {"bf16": 0.05, "fp8": 97 / 16}[precision]
+
+
 # --- Order
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_order(precision):
+def test_order(attention, precision):
     inputs = normal(1000, batch=2)
     order = torch.randperm(1000, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     layout = TokenLayout(sink_kv=((0, 70),), dense_q=((999, 1000),))
     for splits in (1, 2):
         options = {"precision": precision, "layout": layout, "kv_splits": splits}
-        want = triton(*(x[:, order] for x in inputs), **options)
+        want = attention(*(x[:, order] for x in inputs), **options)
         with poisoned_memory():
-            out, lse, counts = triton(*fused_qkv_views(*inputs), order=order, **options)
+            out, lse, counts = attention(*fused_qkv_views(*inputs), order=order, **options)
         assert torch.equal(out[:, order], want[0])
         assert torch.equal(lse[:, :, order], want[1]) and torch.equal(counts, want[2])
 
@@ -473,7 +538,8 @@ def test_public_op(precision, dtype):
     config = SolAttnConfig(precision=precision)
     out, lse = sol_attention(q, k, v, config=config, layout=layout, return_lse=True, stats=stats)
     used = precision or ("fp8" if torch.cuda.get_device_capability() >= (8, 9) else "bf16")
-    assert (stats.backend, stats.declined) == ("triton", {})
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    assert (stats.backend, len(stats.declined)) == (("sm90", 0) if hopper else ("triton", 1))
     assert stats.precision == {"bf16": "bfloat16", "fp8": "fp8"}[used]
     assert stats.cast_from == (None if dtype == BF16 else dtype)
     assert out.dtype == dtype and out.is_contiguous() and lse.dtype == torch.float32
@@ -521,14 +587,14 @@ def test_nothing_waits_for_the_device(precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_tensors_of_another_gpu(precision):
+def test_tensors_of_another_gpu(attention, precision):
     """Triton launches on the current device; the backend makes it that of the tensors."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     inputs = normal(300)
-    want = triton(*inputs, precision=precision)
+    want = attention(*inputs, precision=precision)
     with torch.cuda.device(0):
-        got = triton(*(x.to("cuda:1") for x in inputs), precision=precision)
+        got = attention(*(x.to("cuda:1") for x in inputs), precision=precision)
     assert same([x.to(DEVICE) for x in got], want)
 
 
