@@ -130,6 +130,9 @@ class TokenLayout:
     Attributes:
         sink_kv: keys and values computed exactly for every query.
         dense_q: queries computed exactly against every key.
+        skip_q: so many queries in front are computed by the caller. A backend may leave out blocks
+            that lie wholly among them: their rows of the output and of the LSE are undefined then,
+            their exact blocks 0.
         video: span of the video tokens; None means the whole sequence.
         grid: (t, h, w) of the video span in tokens, or None where unknown.
     """
@@ -138,11 +141,14 @@ class TokenLayout:
     dense_q: tuple[TokenRange, ...] = ()
     video: TokenRange | None = None
     grid: tuple[int, int, int] | None = None
+    skip_q: int = 0
 
     def __post_init__(self):
         for name in ("sink_kv", "dense_q"):
             for token_range in getattr(self, name):
                 _check_range(name, token_range)
+        if isinstance(self.skip_q, bool) or not isinstance(self.skip_q, int) or self.skip_q < 0:
+            raise ValueError(f"skip_q: got {self.skip_q!r}, need a number of tokens, 0 or more")
         if self.video is not None:
             _check_range("video", self.video)
         if self.grid is not None:
@@ -160,6 +166,15 @@ class TokenLayout:
         for token_range in ranges:
             if token_range[1] > tokens:
                 raise ValueError(f"layout: range {token_range} ends past the {tokens} tokens of q")
+        if self.skip_q >= tokens:
+            raise ValueError(
+                f"layout: skip_q is {self.skip_q}, need less than the {tokens} tokens of q"
+            )
+
+    @property
+    def skipped_blocks(self) -> int:
+        """Query blocks in front that a backend may leave out."""
+        return self.skip_q // BLOCK_SIZE
 
 
 def _check_range(name: str, token_range: TokenRange) -> None:

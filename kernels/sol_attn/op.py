@@ -85,6 +85,7 @@ def sol_attention(
         backend,
         return_lse,
         order,
+        layout.skip_q,
     )
     if stats is not None:
         call = describe_call(q, config, layout)
@@ -184,13 +185,16 @@ def _config(variant: str, tau: float) -> SolAttnConfig:
 
 # Checks and the choice of a backend happen inside the op, so that a compiled caller traces
 # nothing but the op itself.
-def _forward(q, k, v, scale, tau, variant, sink_kv, dense_q, video, grid, backend, with_lse, order):
+def _forward(
+    q, k, v, scale, tau, variant, sink_kv, dense_q, video, grid, backend, with_lse, order, skip_q=0
+):
     config = _config(variant, tau)
     layout = TokenLayout(
         sink_kv=_pairs(sink_kv),
         dense_q=_pairs(dense_q),
         video=tuple(video) or None,
         grid=tuple(grid) or None,
+        skip_q=skip_q,
     )
     check_inputs(q, k, v, layout)
     check_order(order, q)
@@ -209,13 +213,16 @@ _sol_attention_fwd = torch.library.custom_op(
     _forward,
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, float scale, float tau, str variant, int[] sink_kv, "
-    "int[] dense_q, int[] video, int[] grid, str backend, bool with_lse, Tensor? order) "
+    "int[] dense_q, int[] video, int[] grid, str backend, bool with_lse, Tensor? order, "
+    "int skip_q=0) "
     "-> (Tensor out, Tensor lse, Tensor exact_blocks)",
 )
 
 
 @_sol_attention_fwd.register_fake
-def _fake(q, k, v, scale, tau, variant, sink_kv, dense_q, video, grid, backend, with_lse, order):
+def _fake(
+    q, k, v, scale, tau, variant, sink_kv, dense_q, video, grid, backend, with_lse, order, skip_q=0
+):
     batch, tokens, heads, _ = q.shape
     blocks = num_blocks(tokens)
     lse_shape = (batch, heads, tokens) if with_lse else (0,)

@@ -34,6 +34,7 @@ class ConsumerMixin:
         tail_bits,
         tokens,
         splits,
+        first_tile,
         s_q,
         s_k,
         s_v,
@@ -55,7 +56,7 @@ class ConsumerMixin:
         heads = cute.size(out.shape[1])
         batches = cute.size(out.shape[3]) // splits
         batch_heads = heads * batches
-        blocks, groups, row_tiles, _ = self.work_items(tokens, batch_heads, splits)
+        blocks, groups, row_tiles, _ = self.work_items(tokens, batch_heads, splits, first_tile)
 
         qk, pv = self.qk_mma().get_slice(thread), self.pv_mma().get_slice(thread)
         frag_k = qk.make_fragment_B(qk.partition_B(s_k))
@@ -90,7 +91,7 @@ class ConsumerMixin:
         item = item_of[buffer]
         while item != NO_MORE_ITEMS:
             row_tile, bh, split, first, last = self.work_item(
-                item, row_tiles, batch_heads, groups, splits
+                item, row_tiles, batch_heads, groups, splits, first_tile
             )
             query_block = row_tile * CONSUMERS + consumer
             row_block = query_block  # clamped: a tile may reach past the last block

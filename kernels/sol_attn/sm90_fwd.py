@@ -21,6 +21,7 @@ def attend(
     with_lse: bool,
     splits: int = 1,
     order: torch.Tensor | None = None,
+    skipped_blocks: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """out (B, T, H, 128) BF16 contiguous, lse (B, H, T) FP32 natural log if asked for, and the
     number of exact blocks of every query block (B, H, NT) int32.
@@ -30,7 +31,7 @@ def attend(
         words: (B, H, NT, NW) packed bits of exact blocks; None takes every block exactly.
         splits: parts of the keys, merged afterwards.
     Row i of the operands goes to row order[i] of the results. The LSE does not hold the logit of
-    ``operands.k_offset``.
+    ``operands.k_offset``. Rows of the first ``skipped_blocks`` blocks may be left undefined.
     """
     batch, heads, blocks, _ = operands.q_mean.shape
     tokens = operands.tokens
@@ -69,7 +70,8 @@ def attend(
         return x.reshape(batch * heads, count).T
 
     counts = torch.empty(splits, batch, heads, blocks, dtype=torch.int32, device=device)
-    row_tiles = (blocks + CONSUMERS - 1) // CONSUMERS
+    first_tile = skipped_blocks // CONSUMERS
+    row_tiles = (blocks + CONSUMERS - 1) // CONSUMERS - first_tile
     items = row_tiles * batch * heads * splits
     _compiled(variant)(
         *(q, k, v, mean_k, mean_v),
@@ -83,8 +85,9 @@ def attend(
         counts.view(splits * batch * heads, blocks).T,
         torch.zeros(1, dtype=torch.int32, device=device),
         *(scale_log2, math.log2(tokens - (blocks - 1) * BLOCK_SIZE)),
-        *(tokens, splits, min(items, _multiprocessors(device))),
+        *(tokens, splits, first_tile, min(items, _multiprocessors(device))),
     )
+    counts[..., :skipped_blocks] = 0
     if splits == 1:
         return parts[0], lse[0] if with_lse else None, counts[0]
     return *merge(parts, lse, operands.out_offset), counts.sum(0, dtype=torch.int32)

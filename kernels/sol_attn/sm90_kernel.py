@@ -46,7 +46,8 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         next_item: (1,) int32, 0.
         out: (128, H, T, B S) BF16; lse: (T, B H S) FP32 natural log, or a dummy.
         scale_log2: softmax scale times log2(e); tail_bits: log2 of the last block's tokens.
-        tokens, splits, ctas: T, S, thread blocks to launch.
+        tokens, splits: T, S. first_tile: row tiles (3 query blocks) in front that are left out.
+        ctas: thread blocks to launch.
     BF16 ignores the scales.
     """
 
@@ -106,6 +107,7 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         tail_bits: Float32,
         tokens: Int32,
         splits: Int32,
+        first_tile: Int32,
         ctas: Int32,
         stream,
     ):
@@ -173,7 +175,7 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         self.kernel(
             *(atom_q, q, atom_k, k, atom_mk, mean_k, atom_v, v, atom_mv, mean_v),
             *(q_scale, k_scale, mean_k_scale, v_scale, out_offset, words, order, out, lse),
-            *(counts, next_item, scale_log2, tail_bits, tokens, splits),
+            *(counts, next_item, scale_log2, tail_bits, tokens, splits, first_tile),
             *(layout_q, layout_k, layout_v, loaded_v, layout_ones),
         ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
@@ -205,6 +207,7 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         tail_bits: Float32,
         tokens: Int32,
         splits: Int32,
+        first_tile: Int32,
         layout_q: cute.ComposedLayout,
         layout_k: cute.ComposedLayout,
         layout_v: cute.ComposedLayout,
@@ -257,30 +260,30 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
             if warp == 0:
                 self.produce(
                     *(atom_q, q, atom_k, k, atom_mk, mean_k, atom_v, v, atom_mv, mean_v),
-                    *(k_scale, mean_k_scale, words, counts, next_item, tokens, splits),
+                    *(k_scale, mean_k_scale, words, counts, next_item, tokens, splits, first_tile),
                     *(s_q, s_k, s_loaded_v, label, item_of, full, empty, q_full, q_empty),
                 )
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(
                 *(q_scale, v_scale, out_offset, words, order, out, lse),
-                *(scale_log2, tail_bits, tokens, splits),
+                *(scale_log2, tail_bits, tokens, splits, first_tile),
                 *(s_q, s_k, s_v, s_ones, storage.out, label, item_of, full, empty, q_full, q_empty),
                 *(warpgroup - 1, thread - WARPGROUP),
             )
 
     @cute.jit
-    def work_items(self, tokens, heads, splits):
+    def work_items(self, tokens, heads, splits, first_tile):
         """(blocks, groups, row tiles, items): an item is a row tile of a head and a split."""
         blocks = (tokens + (BLOCK_SIZE - 1)) // BLOCK_SIZE
         groups = (blocks + (BLOCK_SIZE - 1)) // BLOCK_SIZE
-        row_tiles = (blocks + (CONSUMERS - 1)) // CONSUMERS
+        row_tiles = (blocks + (CONSUMERS - 1)) // CONSUMERS - first_tile
         return blocks, groups, row_tiles, row_tiles * heads * splits
 
     @cute.jit
-    def work_item(self, item, row_tiles, heads, groups, splits):
+    def work_item(self, item, row_tiles, heads, groups, splits, first_tile):
         """(row tile, head, split, first group, one past the last) of an item."""
-        row_tile = item % row_tiles
+        row_tile = first_tile + item % row_tiles
         rest = item // row_tiles
         head = rest % heads
         split = rest // heads

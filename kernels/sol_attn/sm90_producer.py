@@ -36,6 +36,7 @@ class ProducerMixin:
         next_item,
         tokens,
         splits,
+        first_tile,
         s_q,
         s_k,
         s_v,
@@ -47,7 +48,7 @@ class ProducerMixin:
         q_empty,
     ):
         batch_heads = cute.size(q.shape[2]) * cute.size(q.shape[3])
-        blocks, groups, row_tiles, items = self.work_items(tokens, batch_heads, splits)
+        blocks, groups, row_tiles, items = self.work_items(tokens, batch_heads, splits, first_tile)
         lane = cute.arch.lane_idx()
         scale_of = cute.make_tensor(cute.recast_ptr(label.iterator, dtype=Float32), label.layout)
         cta, _, _ = cute.arch.block_idx()
@@ -61,7 +62,7 @@ class ProducerMixin:
             if lane == 0:
                 coming = cute.arch.atomic_add(next_item.iterator, Int32(1))
             row_tile, bh, split, first, last = self.work_item(
-                item, row_tiles, batch_heads, groups, splits
+                item, row_tiles, batch_heads, groups, splits, first_tile
             )
             head, batch = bh % cute.size(q.shape[2]), bh // cute.size(q.shape[2])
             to_q, from_q = self.tma(atom_q, q, s_q, head, batch, (BLOCK_SIZE, HEAD_DIM))

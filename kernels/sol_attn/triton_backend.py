@@ -39,7 +39,9 @@ def sol_attention_fwd_triton(
     if with_lse and operands.k_offset is not None:
         # The logit that every key of a row lost.
         lse = lse + torch.einsum("bthd,bhd->bht", steps.q.float(), operands.k_offset) * scale
-    return out.to(q.dtype), lse, chosen.counts.sum(0, dtype=torch.int32)
+    counts = chosen.counts.sum(0, dtype=torch.int32)
+    counts[..., : layout.skipped_blocks] = 0
+    return out.to(q.dtype), lse, counts
 
 
 class Steps:
@@ -73,7 +75,9 @@ class Steps:
             layout=layout,
             splits=1 if config.kv_splits == "auto" else config.kv_splits,
         )
-        self.attend: Callable = partial(attend, scale_log2=scale_log2, order=order)
+        self.attend: Callable = partial(
+            attend, scale_log2=scale_log2, order=order, skipped_blocks=layout.skipped_blocks
+        )
 
     def route(self, operands, exact_mask=None):
         return self._route(operands.q_mean, operands.k_mean, exact_mask=exact_mask)

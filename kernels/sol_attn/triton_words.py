@@ -17,6 +17,9 @@ from .triton_route import _centred_scores, _within, moments, range_edges
 # Query blocks of a program. 64 rows and 4 warps take 1.2x as long, 32 rows 2x.
 ROWS = 128
 NUM_WARPS = 8
+# The variance loops over key blocks, several of them in flight: more rows don't fit.
+VARIANCE_ROWS = 64
+VARIANCE_WARPS = 4
 
 _BLOCK = tl.constexpr(BLOCK_SIZE)
 _DIM = tl.constexpr(HEAD_DIM)
@@ -52,8 +55,10 @@ def route_words(
         mu, spread = moments(k_mean, squares=estimator == "diag")
         if estimator == "exact":
             spread = torch.empty(batch, heads, blocks, dtype=torch.float32, device=device)
-            _score_variance[(rows, batch * heads)](
-                *(q_mean, k_mean, mu, spread, scale_log2, blocks), ROWS=ROWS, num_warps=NUM_WARPS
+            _score_variance[(triton.cdiv(blocks, VARIANCE_ROWS), batch * heads)](
+                *(q_mean, k_mean, mu, spread, scale_log2, blocks),
+                ROWS=VARIANCE_ROWS,
+                num_warps=VARIANCE_WARPS,
             )
     _route_words[(rows, groups, batch * heads)](
         *(q_mean, k_mean, mu, spread, exact_mask, words, tau, scale_log2, blocks),

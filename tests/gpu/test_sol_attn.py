@@ -526,6 +526,20 @@ def test_order(attention, precision):
         assert torch.equal(lse[:, :, order], want[1]) and torch.equal(counts, want[2])
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("skip", [63, 200, 500])
+def test_skipped_queries(attention, skip, precision):
+    inputs = normal(1000, heads=2)
+    whole = attention(*inputs, precision=precision)
+    with poisoned_memory():
+        rest = attention(*inputs, precision=precision, layout=TokenLayout(skip_q=skip))
+    first, blocks = skip // 64 * 64, skip // 64
+    assert torch.equal(rest[0][:, first:], whole[0][:, first:])
+    assert torch.equal(rest[1][..., first:], whole[1][..., first:])
+    assert (rest[2][..., :blocks] == 0).all()
+    assert torch.equal(rest[2][..., blocks:], whole[2][..., blocks:])
+
+
 # --- The public op
 
 

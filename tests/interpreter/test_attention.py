@@ -261,6 +261,19 @@ def test_key_offset_does_not_change_routing():
 # --- Dense cases
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_skipped_queries(precision, splits):
+    """What is computed does not depend on what is left out; nothing is counted for it."""
+    q, k, v = made(330, 2)
+    whole = run(q, k, v, precision=precision, kv_splits=splits)
+    rest = run(q, k, v, precision=precision, kv_splits=splits, layout=TokenLayout(skip_q=150))
+    assert same_bits(rest[0][:, 128:], whole[0][:, 128:])
+    assert same_bits(rest[1][..., 128:], whole[1][..., 128:])
+    assert (rest[2][..., :2] == 0).all() and torch.equal(rest[2][..., 2:], whole[2][..., 2:])
+    assert rest[0][:, :128].isnan().any()  # memory as it was: not computed
+
+
 def sdpa(q, k, v, scale=SCALE):
     heads_first = (x.float().transpose(1, 2) for x in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(*heads_first, scale=scale).transpose(

@@ -251,3 +251,16 @@ def test_stats_do_not_share_their_dict():
     first, second = SolAttnStats(), SolAttnStats()
     first.declined["x"] = "y"
     assert second.declined == {}
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, True, None])
+def test_token_layout_rejects_skipped_queries(value):
+    with pytest.raises(ValueError, match=r"skip_q: got .*need a number of tokens, 0 or more"):
+        TokenLayout(skip_q=value)
+
+
+def test_token_layout_skips_whole_blocks_and_not_everything():
+    assert [TokenLayout(skip_q=n).skipped_blocks for n in (0, 63, 64, 127, 128)] == [0, 0, 1, 1, 2]
+    TokenLayout(skip_q=99).check_tokens(100)
+    with pytest.raises(ValueError, match="skip_q is 100, need less than the 100 tokens of q"):
+        TokenLayout(skip_q=100).check_tokens(100)

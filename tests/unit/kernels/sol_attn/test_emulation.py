@@ -806,3 +806,42 @@ def test_fp8_emulation_stays_inside_its_inputs(make_qkv):
         got = sol_attention_fp8_emulation(*poisoned, **options)
         want = sol_attention_fp8_emulation(*clean, **options)
         assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+
+
+# --- Roundings of the SM90 kernel
+
+
+def test_fp8_emulation_cast_row_sums_keep_a_constant_value(make_qkv):
+    """Numerator and denominator hold the same rounded probabilities: they cancel."""
+    q, k, v = make_qkv(330, heads=2, dtype=BF16, spread=1.0)
+    v = torch.full_like(v, 3.0)
+    off = {}
+    for sums in ("exact", "cast"):
+        out = sol_attention_fp8_emulation(q, k, v, tau=0.5, row_sums=sums).out
+        off[sums] = (out.float() / 3.0 - 1).abs().max().item()
+    assert off["cast"] <= 2.0**-9  # FP32 sums of the same terms, and the output in BF16
+    assert off["exact"] > 2.0**-8  # a row with few large probabilities shows their rounding
+
+
+def test_fp8_emulation_whole_maximum_does_not_depend_on_when_it_moves(make_qkv, rel_l2):
+    """Probabilities of normal size have the same codes under any whole maximum."""
+    q, k, v = make_qkv(320, heads=1, dtype=BF16)
+    options = {"exact_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool), "row_sums": "cast"}
+    # With the blocks the other way round, a row meets its maximum at another time.
+    back = [x.unflatten(1, (5, 64)).flip(1).flatten(1, 2) for x in (k, v)]
+    results = {
+        whole: [
+            sol_attention_fp8_emulation(q, *pair, **options, whole_maximum=whole).out.float()
+            for pair in ((k, v), back)
+        ]
+        for whole in (True, False)
+    }
+    # Left are products below E4M3's normal numbers, 2^-14 of the maximum, and FP32 sums.
+    assert rel_l2(*results[True]) <= 2e-3
+    assert rel_l2(*results[False]) > 5e-3
+
+
+@pytest.mark.parametrize("name", ["row_sums", "exp_mode"])
+def test_fp8_emulation_rejects_unknown_roundings(make_qkv, name):
+    with pytest.raises(ValueError, match=f"{name}: got 'other', need"):
+        sol_attention_fp8_emulation(*make_qkv(64), **{name: "other"})

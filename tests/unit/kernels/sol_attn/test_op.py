@@ -496,6 +496,7 @@ def test_custom_op_schema_is_stable():
         "backend",
         "with_lse",
         "order",
+        "skip_q",
     ]
     assert [result.name for result in schema.returns] == ["out", "lse", "exact_blocks"]
 

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from hopper_sol.kernels.sol_attn.emulation import sol_attention_fp8_emulation
-from hopper_sol.kernels.sol_attn.prepare import prepare_reference
+from hopper_sol.kernels.sol_attn.prepare import (
+    TOKEN_OF_SLOT,
+    in_natural_order,
+    prepare_reference,
+)
 from hopper_sol.kernels.sol_attn.reference import sol_attention_reference
 
 BF16 = torch.bfloat16
@@ -243,3 +247,29 @@ def test_strided_views_give_the_same_operands(make_qkv):
         for name, value in vars(one).items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(value.float(), getattr(two, name).float()), name
+
+
+def test_order_for_warpgroups(make_qkv):
+    """Each thread's accumulator registers, four in a row, are four slots of V.
+
+    From the fragments of m64nNk32 in the PTX manual: in the accumulator, thread t of a quad holds
+    columns 8 j + 2 t + e; in the operand, columns 16 s + 4 t .. + 3 of a k32 step.
+    """
+    assert sorted(TOKEN_OF_SLOT) == list(range(32))
+    for t in range(4):  # thread of a quad
+        for s in range(2):  # half of the 32 columns of one k32 step
+            slots = [16 * s + 4 * t + i for i in range(4)]
+            columns = [8 * (2 * s + b) + 2 * t + e for b in range(2) for e in range(2)]
+            assert [TOKEN_OF_SLOT[slot] for slot in slots] == columns
+
+
+@pytest.mark.parametrize("tokens", [1, 130, 4171])
+def test_v_in_order_for_warpgroups(make_qkv, tokens):
+    q, k, v = make_qkv(tokens, dtype=BF16)
+    plain = prepare_reference(q, k, v, precision="fp8")
+    ordered = prepare_reference(q, k, v, precision="fp8", v_order="k32")
+    assert ordered.v_order == "k32"
+    assert torch.equal(in_natural_order(ordered.v.float(), "k32"), plain.v.float())
+    assert torch.equal(ordered.v.float()[..., 2], plain.v.float()[..., 8])
+    assert torch.equal(in_natural_order(ordered.mean_v.float(), "k32"), plain.mean_v.float())
+    assert all(map(torch.equal, ordered.dequant(), plain.dequant()))
