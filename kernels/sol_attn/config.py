@@ -131,8 +131,8 @@ class TokenLayout:
         sink_kv: keys and values computed exactly for every query.
         dense_q: queries computed exactly against every key.
         skip_q: so many queries in front are computed by the caller. A backend may leave out blocks
-            that lie wholly among them: their rows of the output and of the LSE are undefined then,
-            their exact blocks 0.
+            that lie wholly among them (SM90 does): their rows of the output and of the LSE are
+            undefined, and their exact blocks counted as 0.
         video: span of the video tokens; None means the whole sequence.
         grid: (t, h, w) of the video span in tokens, or None where unknown.
     """

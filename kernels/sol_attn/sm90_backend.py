@@ -49,7 +49,12 @@ class Steps(TritonSteps):
         if splits == "auto":
             splits = choose_splits(q.shape, q.device)
         self._everything = not config.routing
-        self.attend = partial(sm90_fwd.attend, splits=splits, **self.attend.keywords)
+        self.attend = partial(
+            sm90_fwd.attend,
+            splits=splits,
+            skipped_blocks=layout.skipped_blocks,
+            **self.attend.keywords,
+        )
         self._route = partial(
             route_words,
             tau=config.tau,

@@ -75,9 +75,7 @@ class Steps:
             layout=layout,
             splits=1 if config.kv_splits == "auto" else config.kv_splits,
         )
-        self.attend: Callable = partial(
-            attend, scale_log2=scale_log2, order=order, skipped_blocks=layout.skipped_blocks
-        )
+        self.attend: Callable = partial(attend, scale_log2=scale_log2, order=order)
 
     def route(self, operands, exact_mask=None):
         return self._route(operands.q_mean, operands.k_mean, exact_mask=exact_mask)

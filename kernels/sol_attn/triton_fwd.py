@@ -36,12 +36,11 @@ def attend(
     scale_log2: float,
     with_lse: bool,
     order: torch.Tensor | None = None,
-    skipped_blocks: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out (B, T, H, 128) BF16 contiguous, and lse (B, H, T) FP32 natural log if asked for.
 
     Row i of the operands goes to row order[i] of the results. The LSE does not hold the logit of
-    ``operands.k_offset``. The rows of ``skipped_blocks`` blocks in front are left undefined.
+    ``operands.k_offset``.
     """
     batch, heads, blocks, _ = operands.q_mean.shape
     tokens = operands.tokens
@@ -59,7 +58,7 @@ def attend(
         q, k, v = operands.q, operands.k, operands.v
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     out_offset = operands.out_offset if splits == 1 else None
-    _attend[(blocks - skipped_blocks, batch * heads, splits)](
+    _attend[(blocks, batch * heads, splits)](
         operands.q,
         operands.k,
         operands.v,
@@ -79,7 +78,6 @@ def attend(
         tokens,
         blocks,
         heads,
-        skipped_blocks,
         FP8=fp8,
         RESIDUAL=operands.k_residual,
         OUT_OFFSET=out_offset is not None,
@@ -146,7 +144,7 @@ def _update(row_max, row_sum, acc, scores, factor, v, FP8: tl.constexpr):
     return new_max, row_sum * rescale + tl.sum(p, 1), acc
 
 
-@triton.jit(do_not_specialize=["scale_log2", "T", "NT", "first_block"])
+@triton.jit(do_not_specialize=["scale_log2", "T", "NT"])
 def _attend(
     q_ptr,
     k_ptr,
@@ -177,7 +175,6 @@ def _attend(
     T,
     NT,
     H,
-    first_block,
     FP8: tl.constexpr,
     RESIDUAL: tl.constexpr,
     OUT_OFFSET: tl.constexpr,
@@ -185,8 +182,8 @@ def _attend(
     LSE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attention of one query block. Grid (NT - first_block, B H, splits)."""
-    query_block = first_block + tl.program_id(0)
+    """Attention of one query block. Grid (NT, B H, splits)."""
+    query_block = tl.program_id(0)
     flat = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     heads = tl.num_programs(1).to(tl.int64)  # B H

@@ -352,13 +352,9 @@ def _summarise_fp8(
         v = _read_block(v_ptr, order_ptr, stride_vb, stride_vt, stride_vh, T, H, ORDERED)
         if V_RANGE:
             tl.store(v_mean_ptr + at, _block_mean(v, T))
-            low, high = v, v
-            if tl.program_id(1) == NT - 1:  # the only block that may have padding
-                inside = (tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK) < T)[:, None]
-                low = tl.where(inside, v, float("inf"))
-                high = tl.where(inside, v, float("-inf"))
-            tl.store(v_low_ptr + at, tl.min(low, 0))
-            tl.store(v_high_ptr + at, tl.max(high, 0))
+            inside = (tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK) < T)[:, None]
+            tl.store(v_low_ptr + at, tl.min(tl.where(inside, v, float("inf")), 0))
+            tl.store(v_high_ptr + at, tl.max(tl.where(inside, v, float("-inf")), 0))
         else:
             tl.store(v_high_ptr + at, tl.max(tl.abs(v), 0))
 

@@ -9,10 +9,24 @@ pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).resolve().parents[2] / "workflows"
 NAMES = sorted(path.stem for path in ROOT.glob("*.json"))
+# A model that older ComfyUI does not have: start of a workflow's name -> a node that it needs.
+NEWER = {"h3_": "EmptyMiniMaxH3LatentAV"}
+
+
+def openable(server) -> list[str]:
+    """Workflows whose model this ComfyUI has."""
+    known = server.object_info()
+    return [
+        name
+        for name in NAMES
+        if all(node in known for start, node in NEWER.items() if name.startswith(start))
+    ]
 
 
 def test_workflows_open_and_equal_their_api_twins(page, server, errors):
-    for name in NAMES:
+    names = openable(server)
+    assert len(names) >= 5
+    for name in names:
         graph = json.loads((ROOT / f"{name}.json").read_text())
         # Dropping the file on the canvas ends here.
         page.evaluate(

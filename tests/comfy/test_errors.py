@@ -1,5 +1,7 @@
 """What goes wrong says what was found, what is allowed and what to do; nothing is lost."""
 
+import sys
+
 import pytest
 import torch
 
@@ -31,25 +33,17 @@ def test_non_wan_and_quantised_files(comfy):
     models = comfy.base / "models" / "diffusion_models"
     tiny = {"down.weight": torch.zeros(4, 4)}
     save_file(tiny, models / "other.safetensors")
-    quantised = {
-        "head.modulation": torch.zeros(1, 2, 256),
-        "patch_embedding.weight": torch.zeros(256, 16, 1, 2, 2),
-        "blocks.0.ffn.0.weight": torch.zeros(512, 256),
-        "blocks.0.self_attn.q.weight": torch.zeros(256, 256, dtype=torch.float8_e4m3fn),
-        "blocks.0.self_attn.q.scale_weight": torch.ones(()),
-        "head.head.weight": torch.zeros(64, 256),
-    }
+    quantised = sys.modules["tiny_wan"].wan_state_dict(blocks=1)
+    settings = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
+    quantised["blocks.0.self_attn.q.comfy_quant"] = settings
     save_file(quantised, models / "quantised.safetensors")
     said = comfy.refused(comfy.graph(file="other.safetensors", report=False))
-    assert "is not a Wan model" in said and "down.weight" in said
-    said = comfy.refused(comfy.graph(file="quantised.safetensors", report=False))
-    assert "scaled FP8" in said and "Load Diffusion Model" in said
-
-
-def test_fp8_linears_are_not_in_this_version(comfy):
-    graph = comfy.graph(report=False)
-    graph["load"]["inputs"]["linear_precision"] = "fp8"
-    assert "this version has 'default' only" in comfy.refused(graph)
+    assert "is no Wan or MiniMax-H3 model" in said and "down.weight" in said
+    for precision in ("default", "fp8"):
+        graph = comfy.graph(file="quantised.safetensors", report=False)
+        graph["load"]["inputs"]["linear_precision"] = precision
+        said = comfy.refused(graph)
+        assert "comfy_quant nvfp4" in said and "Load Diffusion Model" in said
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ FILLED = {
     "fast": {"tau": 1.5, "dense_layers": "0", "dense_last_steps": 0},
     "few-step 8": {"tau": 1.0, "dense_layers": "0-1", "start_percent": 0.0},
     "few-step 4": {"tau": 0.75, "dense_layers": "0-1", "start_percent": 0.0},
+    "turbo-8": {"tau": 1.0, "dense_layers": "0-1", "dense_steps": 2, "dense_last_steps": 1},
+    "turbo-4": {"tau": 0.75, "dense_layers": "0-1", "dense_steps": 1, "dense_last_steps": 1},
 }  # fmt: skip
 
 
@@ -90,4 +92,4 @@ def test_preset_written_out_is_the_same_run(comfy, sol):
 
 
 def test_preset_that_does_not_exist_is_refused(comfy, sol):
-    assert "preset" in comfy.refused(comfy.graph([sol(preset="turbo")]))
+    assert "preset" in comfy.refused(comfy.graph([sol(preset="turbo-2")]))

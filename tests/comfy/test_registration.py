@@ -14,6 +14,7 @@ SNAPSHOTS = ROOT / "tests" / "snapshots"
 NODES = (
     "HopperSolLoadVideoModel",
     "HopperSolFP8Linear",
+    "HopperSolSaveFP8Model",
     "HopperSolAttention",
     "HopperSolRunReport",
     "HopperSolSyntheticConditioning",
@@ -56,7 +57,8 @@ def test_schemas_equal_the_snapshot(comfy, checkout):
         for path in (ROOT / "workflows" / "api").glob("*.json")
         for node in json.loads(path.read_text()).values()
     }
-    current = {name: _comparable(info[name]) for name in sorted({*NODES, *used})}
+    # An older ComfyUI lacks what newer workflows use.
+    current = {name: _comparable(info[name]) for name in sorted({*NODES, *used}) if name in info}
     path = SNAPSHOTS / f"nodes-{checkout.version}.json"
     if os.environ.get("UPDATE_SNAPSHOTS"):
         path.parent.mkdir(exist_ok=True)

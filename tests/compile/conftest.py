@@ -52,6 +52,13 @@ class Compiled:
     shared_bytes: int
     sass: str
 
+    def __post_init__(self):
+        # ptxas 12.8 has been seen to drop the register that holds two E4M3 codes and to read the
+        # stack pointer instead: codes turned into bytes and into FP32 at once. Every kernel here
+        # is looked at for it, since nothing else shows it without a GPU.
+        wrong = re.search(r"F2FP[^;]*\bR1\b[^;]*;", self.sass)
+        assert not wrong, f"{self.name}: miscompiled, converts the stack pointer: {wrong[0]}"
+
     def count(self, opcode):
         """Instructions whose name begins with ``opcode``."""
         return len(re.findall(rf"\b{opcode}\b", self.sass))

@@ -86,6 +86,8 @@ def test_compiles(launches, name):
     }[options["precision"]]
     if options.get("k_smoothing"):
         prepares = [*prepares[:-1], "_round_keys", prepares[-1]]
+    if options.get("v_smoothing") and options.get("v_bias_correction", True):
+        prepares.append("_corrected_mean")
     routes = ["_route"] if options.get("routing") is False else ["_moments", "_route"]
     merges = ["_merge"] if "kv_splits" in options else []
     assert names == [*prepares, *routes, "_attend", *merges]

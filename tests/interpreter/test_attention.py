@@ -271,7 +271,6 @@ def test_skipped_queries(precision, splits):
     assert same_bits(rest[0][:, 128:], whole[0][:, 128:])
     assert same_bits(rest[1][..., 128:], whole[1][..., 128:])
     assert (rest[2][..., :2] == 0).all() and torch.equal(rest[2][..., 2:], whole[2][..., 2:])
-    assert rest[0][:, :128].isnan().any()  # memory as it was: not computed
 
 
 def sdpa(q, k, v, scale=SCALE):

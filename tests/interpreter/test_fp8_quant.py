@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sol_attn_cases import poisoned_memory
 
 from hopper_sol.kernels.fp8_linear import quantize_rowwise
 from hopper_sol.kernels.fp8_linear.reference import quantize_rowwise_reference
@@ -25,10 +26,20 @@ def assert_same_bits(got, want):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 15, 17])
-@pytest.mark.parametrize("columns", [1, 16, 48, 1536, 8960, 13824])
+@pytest.mark.parametrize("columns", [1, 16, 48, 1000, 1536, 8960, 13824])
 def test_same_bits(rows, columns, dtype):
     x = normal(rows, columns, dtype=dtype)
-    assert_same_bits(quantize_rowwise_triton(x), quantize_rowwise_reference(x))
+    with poisoned_memory():
+        got = quantize_rowwise_triton(x)
+    assert_same_bits(got, quantize_rowwise_reference(x))
+
+
+@pytest.mark.parametrize("rows", [1, 63, 65])
+def test_rows_need_no_multiple(rows):
+    x = normal(rows, 77, dtype=torch.bfloat16)
+    with poisoned_memory():
+        got = quantize_rowwise_triton(x)
+    assert_same_bits(got, quantize_rowwise_reference(x))
 
 
 def test_widest_row():
@@ -36,15 +47,17 @@ def test_widest_row():
     assert_same_bits(quantize_rowwise_triton(x), quantize_rowwise_reference(x))
 
 
-def test_every_bf16_value_in_units_of_its_row():
-    """Values exactly between two codes included: BF16 has many."""
+@pytest.mark.parametrize("amax", [448.0, 1.0, 0.3, 1.5, 3.40625])
+def test_every_bf16_value_in_units_of_its_row(amax):
+    """Values exactly between two codes included: BF16 has many.
+
+    With the last two a quotient would give other codes than the product with a reciprocal.
+    """
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    every = every[every.isfinite() & (every.abs() <= 448)]
-    x = every[: len(every) // 512 * 512].view(-1, 512)
-    for amax in (448.0, 1.0, 0.3):
-        row = x.clone()
-        row[:, 0] = amax
-        assert_same_bits(quantize_rowwise_triton(row), quantize_rowwise_reference(row))
+    row = every[every.isfinite() & (every.abs() <= 448)].clamp(-amax, amax)
+    row = row[: len(row) // 1024 * 1024].view(-1, 1024)
+    row[:, 0] = amax
+    assert_same_bits(quantize_rowwise_triton(row), quantize_rowwise_reference(row))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,7 +109,9 @@ def test_the_registered_backend():
 
 
 def test_launch_shape():
-    assert launch_shape(1) == (16, 4) and launch_shape(48) == (64, 4)
-    assert launch_shape(1536) == (2048, 4) and launch_shape(5120) == (8192, 8)
-    assert launch_shape(8960) == launch_shape(13824) == (16384, 16)
-    assert launch_shape(32768) == (32768, 16)
+    for columns in (1, 48, 1536, 5120, 5376, 7168, 8960, 13824, 14336, 32768):
+        for itemsize in (2, 4):
+            part, parts, warps = launch_shape(columns, itemsize)
+            assert part * itemsize == 512 * warps  # 16 bytes a thread
+            assert part * (parts - 1) < columns <= part * parts
+            assert parts * 16 <= 256  # bytes of a thread: 64 of its registers

@@ -6,7 +6,7 @@ import sys
 import comfy.model_management
 from comfy.patcher_extension import WrappersMP
 
-from . import fp8_linear, neighbours, wan_inputs
+from . import fp8_linear, h3_inputs, neighbours, wan_inputs
 
 RECORDS: dict[str, list] = fp8_linear.RECORDS
 OVERRIDE = "optimized_attention_override"
@@ -278,5 +278,6 @@ NODE_CLASS_MAPPINGS = {
         *fp8_linear.NODES,
         *neighbours.NODES,
         *wan_inputs.NODES,
+        *h3_inputs.NODES,
     )
 }

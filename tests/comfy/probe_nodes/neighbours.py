@@ -27,7 +27,7 @@ class ProbeForwards(_Patch):
         return {
             "required": {
                 "model": ("MODEL",),
-                "attention": (["self_attn", "cross_attn"],),
+                "attention": (["self_attn", "cross_attn", "attn"],),
                 "blocks": ("STRING", {}),
                 "how": (["computes", "wraps"],),
             }

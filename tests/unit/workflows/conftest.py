@@ -29,6 +29,11 @@ def tiny_wan():
 
 
 @pytest.fixture
+def tiny_h3():
+    return _load("tiny_h3")
+
+
+@pytest.fixture
 def comfy_local(demo):
     # The one that demo.py loaded, so that a test can use both and meet the same classes.
     return demo.comfy_local

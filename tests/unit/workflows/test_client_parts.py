@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -308,3 +309,20 @@ def test_warmup_finds_the_node_of_the_size(comfy_client):
         nodes({"5": {"class_type": "K", "inputs": {"seed": 1}}}, ["5"])
     with pytest.raises(error, match=r"p\.json: no node has"):
         list(comfy_client.warmup.expand("p.json", {"1": scale}, []))
+
+
+@pytest.mark.parametrize("name", ["h3_t2va", "h3_fl2va", "h3_ref2va", "h3_turbo", "h3_benchmark"])
+def test_warmup_of_the_shipped_audio_video_workflows(comfy_client, name):
+    """Sizes, steps and seeds sit on nodes of their own there."""
+    root = Path(__file__).resolve().parents[3] / "workflows" / "api"
+    graph = json.loads((root / f"{name}.json").read_text())
+    sizes = comfy_client.warmup.parse_sizes("1280x736x90")
+    first, second = comfy_client.warmup.expand(name, graph, sizes)
+    (sized,) = comfy_client.warmup.size_nodes(first.graph)
+    assert [inputs_of(first, sized)[n] for n in ("width", "height", "length")] == [1280, 736, 90]
+    seeds, steps = (
+        [run.graph[key]["inputs"][slot] for run in (first, second) for key in run.graph
+         if slot in run.graph[key]["inputs"]]
+        for slot in ("noise_seed", "steps")
+    )  # fmt: skip
+    assert len(set(seeds)) == len(seeds) == 2 and steps == [4, 4]

@@ -141,6 +141,36 @@ def test_block(bench, speeds, generator):
     assert (fused["fused"], apart["fused"]) == ("on", "off")
 
 
+def test_block_is_wans_without_attention():
+    """Written out a second time, in FP64: ComfyUI's WanAttentionBlock with stand-ins."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda shape, size=1.0: size * torch.randn(shape, generator=generator)
+    w = fp8_block.Weights(32, 48, draw)
+    x, text = draw((5, 32)), draw((3, 32))
+    got = fp8_block.run_block(x, text, w, fp8_block.Plain(w))[-1]
+
+    def linear(name, y):
+        weight, bias = (t.double() for t in w.linears[name])
+        return y @ weight.t() + bias
+
+    def layer(y):
+        y = y - y.mean(-1, keepdim=True)
+        return y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = w.modulation.double()
+    want = x.double()
+    want = want + gate * linear("o", linear("v", layer(want) * (1 + scale) + shift))
+    y = layer(want) * w.norms["norm3"].double() + w.norms["norm3_bias"].double()
+    q = linear("cross_q", y)
+    q = q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w.norms["norm_cross_q"].double()
+    want = want + linear("cross_o", q)
+    inner = linear("up", layer(want) * (1 + ffn_scale) + ffn_shift)
+    inner = torch.nn.functional.gelu(inner, approximate="tanh")
+    want = want + ffn_gate * linear("down", inner)
+    # FP32 sums of at most 48 terms, some ten operations in a row.
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
 LINEARS = ("q", "k", "v", "o", "cross_q", "cross_k", "cross_v", "cross_o", "up", "down")
 
 

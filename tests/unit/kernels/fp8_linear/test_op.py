@@ -21,7 +21,7 @@ from hopper_sol.kernels import (
     why_not_linear,
 )
 from hopper_sol.kernels import registry as registry_module
-from hopper_sol.kernels.fp8_linear import QUANTIZE_OP, scaled_mm
+from hopper_sol.kernels.fp8_linear import QUANTIZE_OP, torch_quant
 from hopper_sol.kernels.fp8_linear.config import use_fast_accum
 from hopper_sol.kernels.fp8_linear.op import check_weight
 from hopper_sol.kernels.fp8_linear.reference import (
@@ -69,7 +69,7 @@ def test_quantize_shapes(shape, dtype, backend):
 
 
 def test_quantize_in_several_chunks(monkeypatch):
-    monkeypatch.setattr(scaled_mm, "_CHUNK", 3 * 40)
+    monkeypatch.setattr(torch_quant, "_CHUNK", 3 * 40)
     x = normal(10, 40)
     x[4, 1], x[7] = float("nan"), 0.0
     for grid in (None, 0.01):
@@ -151,6 +151,21 @@ def test_output_dtype_is_the_inputs(weight, dtype):
     assert out.dtype == dtype
     torch.testing.assert_close(out.float(), want.float(), rtol=2**-7, atol=1e-3)
     assert torch.equal(out.to(BF16).to(dtype), out)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("out_dtype", [BF16, torch.float16, torch.float32])
+def test_output_dtype_may_be_named(weight, out_dtype, backend):
+    """Quantised rows have forgotten the dtype of the model that they come from."""
+    x = normal(5, 48)
+    rows = quantize_rowwise(x)
+    want = fp8_linear(rows, *weight, backend=backend)
+    assert want.dtype == BF16
+    for operand in (x, rows):
+        out = fp8_linear(operand, *weight, backend=backend, out_dtype=out_dtype)
+        assert out.dtype == out_dtype and torch.equal(out.to(BF16), want)
+    none = fp8_linear(torch.empty(0, 48), *weight, backend=backend, out_dtype=out_dtype)
+    assert none.dtype == out_dtype and none.shape == (0, 32)
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -241,6 +256,7 @@ def test_inputs_are_left_alone(weight):
         ({"weight_scale": torch.ones(1, 32)}, ValueError, "weight_scale: got shape"),
         ({"bias": torch.ones(31)}, ValueError, r"bias: got shape \(31,\), need \(32,\)"),
         ({"x": torch.tensor(1.0)}, ValueError, "x: got shape"),
+        ({"out_dtype": E4M3}, TypeError, "out_dtype: got torch.float8_e4m3fn, need bfloat16"),
         ({"x": torch.ones(2, 48).long()}, TypeError, "x: got torch.int64"),
         (
             {"x": QuantizedRows(torch.ones(2, 48).to(E4M3), torch.ones(3, 1))},
@@ -409,7 +425,7 @@ def test_opcheck(weight, quantised, with_bias):
     bias = normal(32) if with_bias else None
     torch.library.opcheck(
         torch.ops.hopper_sol.fp8_linear.default,
-        (*rows, *weight, bias, "torch"),
+        (*rows, *weight, bias, "torch", torch.float16 if quantised else None),
         test_utils="test_faketensor",
     )
 

@@ -54,3 +54,14 @@ def test_adapter_defaults_leave_fp8_to_every_layer(make_adapter):
 def test_adapter_of_no_family_can_not_be_made():
     with pytest.raises(TypeError, match="abstract"):
         ModelAdapter("x", 1, 1, 128, 1, True, None)
+
+
+@pytest.mark.parametrize(("latent", "frames"), [(1, [1]), (3, [1, 1, 1]), (0, [])])
+def test_video_frames_of_a_family_without_a_stride(make_adapter, latent, frames):
+    assert make_adapter().video_frames(latent) == frames
+
+
+def test_video_frames_follow_the_stride(make_adapter, monkeypatch):
+    adapter = make_adapter()
+    monkeypatch.setattr(type(adapter), "temporal_stride", 4)
+    assert adapter.video_frames(3) == [1, 4, 4]

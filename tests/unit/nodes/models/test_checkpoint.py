@@ -167,7 +167,7 @@ def test_describe_is_one_line():
     assert facts.describe() == ("Wan 2.1 T2V: 30 blocks, 12 heads x 128, ffn 8960, BF16, 2.64 GiB")
 
 
-# -- refused: quantised ------------------------------------------------------------------------
+# -- refused: quantised; what is taken is in test_stored_formats.py ----------------------------
 
 Q = "blocks.0.self_attn.q."
 
@@ -175,11 +175,9 @@ Q = "blocks.0.self_attn.q."
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        ({"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}, "scaled FP8"),
-        ({Q + "scale_weight": torch.zeros(1)}, "scaled FP8"),
         ({Q + "weight_scale": torch.zeros(1)}, "scaled"),
         ({Q + "input_scale": torch.zeros(1)}, "scaled"),
-        ({Q + "comfy_quant": torch.zeros(8, dtype=torch.uint8)}, "comfy_quant"),
+        ({Q + "scale_weight": torch.zeros(1)}, "scaled BF16"),
         ({Q + "weight": torch.zeros(DIM, DIM, dtype=torch.int8)}, "I8"),
         ({Q + "weight": torch.zeros(DIM, DIM, dtype=torch.uint8)}, "U8"),
     ],
@@ -190,13 +188,8 @@ def test_inspect_refuses_quantised(change, found, prefix, write):
     tensors.update({prefix + key: tensor for key, tensor in change.items()})
     message = refused(write(tensors, "wan_scaled.safetensors"))
     assert message.startswith(f"wan_scaled.safetensors: got a {found} quantised checkpoint")
-    assert "need plain weights" in message
+    assert "need plain weights (BF16, FP16, FP32) or FP8" in message
     assert "Load Diffusion Model" in message
-
-
-def test_inspect_refuses_quantisation_named_in_metadata(write):
-    path = write(wan(dtype=torch.float8_e4m3fn), metadata={"_quantization_metadata": "{}"})
-    assert "got a comfy_quant quantised checkpoint" in refused(path)
 
 
 def test_inspect_takes_other_metadata(write):
@@ -262,14 +255,17 @@ def test_inspect_refuses_other_suffixes_unopened(name, found, tmp_path):
         ("decoder.conv_in.weight", "is a VAE"),
         ("decoder.conv1.weight", "is a VAE"),
         ("encoder.shared.weight", "is a text encoder"),
-        ("video_patch_proj.weight", "is a MiniMax-H3 model, which is not in this version"),
-        ("down_blocks.0.weight", "is not a Wan model (1 tensors, such as 'down_blocks.0.weight')"),
+        ("video_patch_proj.weight", "is part of a MiniMax-H3 model"),
+        (
+            "down_blocks.0.weight",
+            "is no Wan or MiniMax-H3 model (1 tensors, such as 'down_blocks.0.weight')",
+        ),
     ],
 )
 def test_inspect_says_what_another_file_is(key, what, write):
     message = refused(write({key: torch.zeros(2, 2)}, "other.safetensors"))
     assert message == (
-        f"other.safetensors: {what}; this node loads Wan 2.1 and 2.2 diffusion models"
+        f"other.safetensors: {what}; this node loads Wan 2.1 and 2.2 and MiniMax-H3 diffusion models"
     )
 
 

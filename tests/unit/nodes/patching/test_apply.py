@@ -172,9 +172,13 @@ def test_two_of_a_kind(apply):
 
 def test_unknown_family(apply, monkeypatch):
     monkeypatch.setattr(apply, "find_adapter", lambda model: None)
-    with pytest.raises(ValueError, match=r"^FP8 Linear: got a FakePatcher model, need Wan$"):
+    with pytest.raises(
+        ValueError, match=r"^FP8 Linear: got a FakePatcher model, need Wan or MiniMax-H3$"
+    ):
         apply.apply_fp8_linear(FakePatcher(), FP8LinearRequest())
-    with pytest.raises(ValueError, match=r"^Sol Attention: got a FakePatcher model, need Wan$"):
+    with pytest.raises(
+        ValueError, match=r"^Sol Attention: got a FakePatcher model, need Wan or MiniMax-H3$"
+    ):
         apply.apply_sol_attention(FakePatcher(), SolAttentionRequest())
 
 

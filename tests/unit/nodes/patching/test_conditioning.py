@@ -8,6 +8,7 @@ import torch
 from hopper_sol.kernels import SolAttnConfig, TokenLayout, morton_order, sol_attention, span_order
 from hopper_sol.nodes.models import TokenSequence
 from hopper_sol.nodes.patching import run as run_module
+from hopper_sol.nodes.patching.latent_mark import mark_of
 
 GRID = (5, 7, 9)
 VIDEO = 5 * 7 * 9
@@ -222,6 +223,10 @@ def test_conditioning_may_differ_between_forwards(sampler, executor, kernel, qkv
     first, second, third, fourth = (call["order"] for _, call, _ in kernel.calls)
     assert first is third
     assert not torch.equal(second, fourth)
+    notes = [note for note in patched.report["notes"] if note.startswith("reference tokens")]
+    assert [note.split(" the video")[0] for note in notes] == [
+        "reference tokens: 64 in front of", "reference tokens: 64 behind",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens", [VIDEO, VIDEO + 63, VIDEO + 65])
@@ -320,3 +325,277 @@ def test_without_nested_blocks_a_text_of_that_length_is_told_apart(sampler, exec
     report = run_vace(sampler(), VIDEO, [0, 0, 0, 0], executor)
     assert report["sparse_calls"] == 4
     assert report["other_calls"] == {"cross-attention": 4}
+
+
+# -- rows that stay exact (MiniMax-H3) -----------------------------------------------------------
+
+
+@pytest.fixture
+def packed(make_sampler, make_adapter, monkeypatch):
+    """Factory: a sampler of a model with text and audio in front of its video."""
+
+    def make(text=37, audio=50, publishes=True, **changes):
+        adapter = make_adapter(publishes_block_index=publishes)
+        before = text + audio
+        span = (text, before) if audio else None
+        parts = (("text", text), ("audio", audio))
+
+        def sequence(self, latent_shape, inputs):
+            return TokenSequence(self.grid(latent_shape), before, audio=span, parts=parts)
+
+        monkeypatch.setattr(type(adapter), "sequence", sequence)
+        monkeypatch.setattr(type(adapter), "prefix_words", "conditioning tokens")
+        monkeypatch.setattr(type(adapter), "default_sinks", "kv_and_rows")
+        monkeypatch.setattr(type(adapter), "before_blocks", "text refiner")
+        return make_sampler(adapter=adapter, **changes)
+
+    return make
+
+
+ROWS = [("auto", ((0, 87),)), ("kv_and_rows", ((0, 87),)), ("audio_rows", ((37, 87),))]
+
+
+@pytest.mark.parametrize(("sinks", "ranges"), ROWS)
+@pytest.mark.parametrize("smoothing", ["none", "k", "kv", "block"])
+def test_rows_of_an_fp8_layer_are_the_models_own(sinks, ranges, smoothing, packed, qkv):
+    """Bit for bit ``func`` of those queries and the original keys and values; the rest is the op's,
+    with its correction for centred values."""
+    tensors = qkv(87 + VIDEO)
+    patched = packed(precision="fp8", fp8_layers="all", smoothing=smoothing, sinks=sinks, tau=1.0)
+    out = attend(patched, tensors)
+    settings = patched.runtime.attention.fp8
+    want = sol_attention(
+        *tensors,
+        config=settings,
+        layout=TokenLayout(sink_kv=((0, 87),)),
+        order=patched_order(patched),
+    )
+    (start, stop), *_ = ranges
+    assert [call[0][0].shape for call in patched.func.calls] == [(1, stop - start, 256)]
+    own = patched.func.calls[0][2].unflatten(2, (2, -1))
+    assert torch.equal(out[:, start:stop], own)
+    assert torch.equal(out[:, stop:], want[:, stop:]) and torch.equal(
+        out[:, :start], want[:, :start]
+    )
+    k, v = patched.func.calls[0][0][1:3]
+    assert torch.equal(k, tensors[1].flatten(2)) and torch.equal(v, tensors[2].flatten(2))
+    assert patched.report["row_calls"] == patched.report["fp8_calls"] == 1
+
+
+def patched_order(sampler):
+    """The order that its node takes by default: curves inside a frame."""
+    return span_order(morton_order(GRID, per_frame=True), 87, 87 + VIDEO)
+
+
+@pytest.mark.parametrize(("sinks", "ranges"), ROWS)
+def test_rows_of_a_bf16_layer_are_in_the_kernel(sinks, ranges, packed, kernel, qkv):
+    patched = packed(precision="bf16", sinks=sinks)
+    attend(patched, qkv(87 + VIDEO))
+    layout = kernel.calls[0][1]["layout"]
+    assert layout.sink_kv == ((0, 87),) and layout.dense_q == ranges
+    assert patched.func.calls == [] and patched.report["row_calls"] == 0
+
+
+@pytest.mark.parametrize("sinks", ["kv", "off"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_rows_nobody_asked_for(sinks, precision, packed, kernel, qkv):
+    patched = packed(precision=precision, fp8_layers="all", sinks=sinks)
+    attend(patched, qkv(87 + VIDEO))
+    layout = kernel.calls[0][1]["layout"]
+    assert layout.dense_q == () and bool(layout.sink_kv) == (sinks == "kv")
+    assert patched.func.calls == []
+
+
+@pytest.mark.parametrize("skip_reshape", [True, False])
+@pytest.mark.parametrize("skip_output_reshape", [True, False])
+def test_rows_come_in_every_shape(skip_reshape, skip_output_reshape, packed, qkv):
+    """MiniMax-H3 hands over (1, H, T, D) views, Wan (B, T, H * D)."""
+    tensors = qkv(87 + VIDEO)
+    shape = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+    views = [x.transpose(1, 2) if skip_reshape else x.flatten(2) for x in tensors]
+    patched = packed(precision="fp8", fp8_layers="all")
+    out = patched.once(lambda o: patched.attend(*views, 2, transformer_options=o, **shape))
+    if skip_output_reshape:
+        assert out.shape == (1, 2, 87 + VIDEO, 128)
+        out = out.transpose(1, 2)
+    else:
+        assert out.shape == (1, 87 + VIDEO, 256)
+        out = out.unflatten(2, (2, 128))
+    want = attend(packed(precision="fp8", fp8_layers="all"), tensors)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-6)
+
+
+def test_rows_go_to_the_override_behind_us(packed, qkv, spy):
+    def other(func, *args, **kwargs):
+        return func(*args, **kwargs)
+
+    behind = spy(other)
+    options = {"transformer_options": {"optimized_attention_override": behind}}
+    patched = packed(precision="fp8", fp8_layers="all", options=options)
+    attend(patched, qkv(87 + VIDEO))
+    ((args, kwargs, _),) = behind.calls
+    assert args[0] is patched.func and args[1].shape == (1, 87, 256)
+    assert kwargs["_inside_attn_wrapper"] is True
+
+
+def test_rows_count_as_exact(packed, qkv):
+    """tau 8 leaves what must be exact. 87 tokens: one whole block of rows and a ragged one."""
+    densities = {}
+    for sinks in ("kv", "kv_and_rows"):
+        patched = packed(precision="fp8", fp8_layers="all", sinks=sinks, tau=8.0)
+        attend(patched, qkv(87 + VIDEO))
+        densities[sinks] = patched.report["density"]
+    blocks = -(-(87 + VIDEO) // 64)
+    sink = sum(j < 2 or abs(i - j) <= 1 for i in range(blocks) for j in range(blocks))
+    rows = blocks - sum(j < 2 or j <= 1 for j in range(blocks))  # the first row gains these
+    assert densities["kv"] == pytest.approx(sink / blocks**2)
+    assert densities["kv_and_rows"] == pytest.approx((sink + rows) / blocks**2)
+
+
+def test_a_failing_kernel_asks_for_the_whole_call_once(packed, qkv, sdpa, monkeypatch):
+    """No rows, no correction: the model's own attention of the original tensors."""
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(run_module, "sol_attention", fail)
+    tensors = qkv(87 + VIDEO)
+    patched = packed(precision="fp8", fp8_layers="all", smoothing="kv")
+    out = attend(patched, tensors)
+    want = sdpa(*(x.flatten(2) for x in tensors), 2).unflatten(2, (2, -1))
+    assert torch.equal(out, want)
+    assert len(patched.func.calls) == 1 and patched.report["row_calls"] == 0
+
+
+def test_a_block_of_the_pack_is_the_kernels():
+    from hopper_sol.kernels.sol_attn.config import BLOCK_SIZE
+
+    assert run_module._BLOCK == BLOCK_SIZE
+
+
+@pytest.mark.parametrize(
+    ("sinks", "how"),
+    [
+        ("auto", "they are exact, and so is their own attention"),
+        ("kv", "they are exact for every token"),
+        ("audio_rows", "they are exact for every token, and so is the attention of the audio"),
+        ("off", "they are treated like the video"),
+    ],
+)
+def test_parts_are_noted(sinks, how, packed, qkv):
+    patched = packed(sinks=sinks)
+    attend(patched, qkv(87 + VIDEO))
+    note = f"conditioning tokens: 87 (37 text, 50 audio) in front of the video; {how}"
+    assert patched.report["notes"][0] == note
+
+
+def test_audio_rows_without_audio(packed, kernel, qkv):
+    patched = packed(text=87, audio=0, sinks="audio_rows")
+    attend(patched, qkv(87 + VIDEO))
+    assert kernel.calls[0][1]["layout"].dense_q == ()
+    assert patched.report["notes"][0].endswith("they are exact for every token")
+
+
+@pytest.mark.parametrize("publishes", [True, False])
+def test_attention_ahead_of_the_blocks_is_passed_on(publishes, packed, kernel, qkv):
+    """A refiner of the text gets the forward's options, before any block."""
+    patched = packed(publishes=publishes)
+    text, q = torch.zeros(1, 37, 256), torch.zeros(1, 87 + VIDEO, 256)
+
+    def model(options):
+        patched.attend(text, text, text, 2, transformer_options=options)
+        for index in range(4):
+            patched.block(
+                options, index, lambda o: patched.attend(q, q, q, 2, transformer_options=o)
+            )
+
+    patched.run(lambda: patched.forward(0.5, model))
+    assert patched.report["other_calls"] == {"text refiner": 1}
+    assert patched.report["sparse_calls"] == len(kernel.calls) == 4
+    assert not any("computed instead" in note for note in patched.report["notes"])
+
+
+def test_a_call_of_full_length_outside_the_blocks_is_dense_with_a_reason(packed):
+    patched = packed()
+    q = torch.zeros(1, 87 + VIDEO, 256)
+    patched.run(
+        lambda: patched.forward(0.5, lambda o: patched.attend(q, q, q, 2, transformer_options=o))
+    )
+    assert patched.report["dense_calls"] == {"block index unknown": 1}
+
+
+def test_what_the_model_says_of_its_tokens_wins(packed, kernel, monkeypatch):
+    """A newer ComfyUI publishes the layout that it packed."""
+    patched = packed(token_order="none")
+    said = TokenSequence(GRID, 20, audio=(5, 20), parts=(("text", 5), ("audio", 15)))
+    kind = type(patched.adapter)
+    monkeypatch.setattr(kind, "published", lambda self, options: options.get("said"))
+    q = torch.zeros(1, 20 + VIDEO, 256)
+
+    def model(options):
+        options["said"] = said
+        patched.attend(q, q, q, 2, transformer_options=options)
+
+    patched.once(model)
+    assert patched.report["tokens"] == 20 + VIDEO
+    assert kernel.calls[0][1]["layout"].sink_kv == ((0, 20),)
+    assert patched.report["notes"][0] == (
+        "conditioning tokens: 20 (5 text, 15 audio) in front of the video; they are exact, and so is "
+        "their own attention"
+    )
+
+
+# -- video and audio in one row ------------------------------------------------------------------
+
+
+def test_a_run_of_packed_latents(make_sampler, make_adapter, monkeypatch):
+    """The sampler carries (1, 1, N) and the shapes beside it; the mark is that of the video."""
+    shapes = [(1, 4, *GRID), (1, 2, 2, 5)]
+    kind = type(make_adapter())
+
+    def video_shape(self, latent_shape, inputs):
+        given = inputs.get("latent_shapes")
+        return tuple(given[0]) if given else None
+
+    monkeypatch.setattr(kind, "video_shape", video_shape)
+    patched = make_sampler()
+    row = torch.randn(1, 1, 4 * VIDEO + 20, generator=torch.Generator().manual_seed(1))
+    run = run_module.SolAttentionRun(
+        patched.runtime.attention, patched.adapter, patched.guider, row, patched.sigmas, shapes
+    )
+    info = run.begin_forward(row, {"latent_shapes": shapes})
+    assert (info.tokens, info.layout.grid, info.why_dense) == (VIDEO, GRID, None)
+    assert run.begin_forward(row, {}).why_dense == "the latent has 3 dimensions, need 5"
+
+    class Executor:
+        class_obj = patched.guider
+
+        def __call__(self, *args, **kwargs):
+            return row
+
+    sigmas = torch.tensor(patched.sigmas)
+    arguments = (row, row, "sampler", sigmas, None, None, True, 0)
+    video = row[..., : 4 * VIDEO].reshape(shapes[0])
+    for args, kwargs in ((arguments, {"latent_shapes": shapes}), ((*arguments, shapes), {})):
+        patched.runtime.outer_sample(Executor(), *args, **kwargs)
+        _, mark = patched.runtime.history._kept[-1]
+        assert mark == mark_of(video)
+    assert mark_of(row) != mark_of(video) and mark_of(row, [(1, 1, row.numel())]) == mark_of(row)
+
+
+def test_error_before_sampling_looks_at_the_video_of_packed_latents(
+    make_sampler, make_adapter, monkeypatch
+):
+    shapes = [(1, 4, *GRID), (1, 2, 2, 5)]
+    kind = type(make_adapter())
+    monkeypatch.setattr(
+        kind, "video_shape", lambda self, shape, inputs: tuple(inputs["latent_shapes"][0])
+    )
+    adapter = make_adapter(head_dim=64)
+    patched = make_sampler(adapter=adapter, on_decline="error")
+    row = torch.zeros(1, 1, 4 * VIDEO + 20)
+    executor = type("Executor", (), {"class_obj": patched.guider})()
+    with pytest.raises(RuntimeError, match="Sol Attention can't run here: head_dim 64, need 128"):
+        patched.runtime.outer_sample(
+            executor, row, row, "sampler", torch.tensor(patched.sigmas), latent_shapes=shapes
+        )

@@ -180,7 +180,7 @@ def test_formats_and_missing_modules(resolve, patcher):
 
 
 def test_ignored_scales_are_refused(resolve, patcher, monkeypatch):
-    monkeypatch.setattr(linear_formats, "_reads_comfy_quant", lambda: False)
+    monkeypatch.setattr(linear_formats, "reads_comfy_quant", lambda: False)
     assert len(names(resolve())) == 12
     for module in patcher.modules.values():
         module.weight.fill_(200.0)
@@ -189,7 +189,7 @@ def test_ignored_scales_are_refused(resolve, patcher, monkeypatch):
 
 
 def test_layers_with_a_scale_of_their_own_are_not_suspected(resolve, patcher, monkeypatch):
-    monkeypatch.setattr(linear_formats, "_reads_comfy_quant", lambda: False)
+    monkeypatch.setattr(linear_formats, "reads_comfy_quant", lambda: False)
     for name in patcher.modules:
         module = Linear(dtype=torch.float8_e4m3fn)
         module.weight = torch.nn.Parameter(

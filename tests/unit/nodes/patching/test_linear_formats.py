@@ -201,12 +201,12 @@ def test_why_not_shape(k, n, reason):
 @pytest.mark.parametrize("dtype", [E4M3, torch.float32])
 def test_stored_scales_were_ignored(monkeypatch, dtype, values, ignored):
     modules = [Linear(tensor(dtype, value)) for value in values]
-    monkeypatch.setattr(linear_formats, "_reads_comfy_quant", lambda: False)
+    monkeypatch.setattr(linear_formats, "reads_comfy_quant", lambda: False)
     assert stored_scales_were_ignored(modules) is ignored
-    monkeypatch.setattr(linear_formats, "_reads_comfy_quant", lambda: True)
+    monkeypatch.setattr(linear_formats, "reads_comfy_quant", lambda: True)
     assert stored_scales_were_ignored(modules) is False
 
 
 def test_stored_scales_without_weights(monkeypatch):
-    monkeypatch.setattr(linear_formats, "_reads_comfy_quant", lambda: False)
+    monkeypatch.setattr(linear_formats, "reads_comfy_quant", lambda: False)
     assert stored_scales_were_ignored([Linear(tensor(E4M3).to("meta"))]) is False

@@ -162,6 +162,6 @@ def test_compiled_in_one_graph_and_counted_each_time(weight, backend):
 def test_op_is_traceable(weight):
     torch.library.opcheck(
         torch.ops.hopper_sol.patched_linear.default,
-        (normal(2, 20, 48), weight, normal(32), None),
+        (normal(2, 20, 48), weight, normal(32), None, ""),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -10,6 +10,7 @@ import pytest
 from hopper_sol.nodes.patching.plan import SolAttentionRequest
 from hopper_sol.nodes.patching.presets import CUSTOM, PRESETS, overridden, with_preset
 from hopper_sol.nodes.patching.resolve import check_request, resolve
+from hopper_sol.nodes.patching.steps import automatic_dense_steps
 
 MODULE = Path(__file__).resolve().parents[4] / "web" / "lib" / "presets.mjs"
 NAMED = [name for name in PRESETS if name != CUSTOM]
@@ -29,7 +30,8 @@ def test_the_browser_has_the_same_table_in_the_same_order():
 def test_options_keep_their_order():
     """Stored in workflows; new ones go last."""
     assert list(PRESETS) == [
-        "custom", "quality", "balanced", "fast", "few-step 8", "few-step 4",
+        "custom", "quality", "balanced", "fast", "few-step 8", "few-step 4", "turbo-8",
+        "turbo-4",
     ]  # fmt: skip
 
 
@@ -47,8 +49,8 @@ def test_balanced_is_the_nodes_defaults():
 
 
 @pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("blocks", [30, 40])
-def test_presets_are_valid_for_wan(name, blocks, make_adapter):
+@pytest.mark.parametrize("blocks", [30, 40, 50])
+def test_presets_are_valid(name, blocks, make_adapter):
     request = SolAttentionRequest(**with_preset(name, {}), preset=name)
     check_request(request)
     assert resolve(request, make_adapter(num_blocks=blocks)).request.preset == name
@@ -58,6 +60,7 @@ def test_presets_are_ordered_by_strictness():
     tau = {name: PRESETS[name]["tau"] for name in NAMED}
     assert tau["quality"] < tau["balanced"] < tau["fast"]
     assert tau["few-step 4"] < tau["few-step 8"] <= tau["balanced"]
+    assert tau["turbo-4"] < tau["turbo-8"] <= tau["balanced"]
 
 
 @pytest.mark.parametrize("name", ["few-step 8", "few-step 4"])
@@ -65,6 +68,15 @@ def test_few_step_presets_have_no_window(name):
     """Of 4 steps, a percentage is one step or none."""
     values = PRESETS[name]
     assert (values["start_percent"], values["end_percent"], values["dense_last_steps"]) == (0, 1, 0)
+
+
+@pytest.mark.parametrize(("name", "steps", "first"), [("turbo-8", 8, 2), ("turbo-4", 4, 1)])
+def test_turbo_presets_keep_both_ends(name, steps, first):
+    """As many steps as the automatic choice, whatever part of the schedule a run begins in."""
+    values = PRESETS[name]
+    assert values["dense_steps"] == first == automatic_dense_steps(steps)
+    assert values["dense_last_steps"] == 1
+    assert (values["start_percent"], values["end_percent"]) == (0, 1)
 
 
 @pytest.mark.parametrize("name", PRESETS)

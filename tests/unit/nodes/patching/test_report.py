@@ -42,6 +42,7 @@ def run(**changes):
         "self_attention_calls": 6,
         "sparse_calls": 2,
         "fp8_calls": 1,
+        "row_calls": 0,
         "dense_calls": {"dense step": 2, "dense layer": 2},
         "other_calls": {"cross-attention": 6, "outside the patched model": 1},
         "backend": {"reference": 2},
@@ -81,7 +82,7 @@ def linear_only(**changes):
     """A sealed record of a model without Sol Attention."""
     nothing = {
         "plan": None, "settings": None, "tokens": None, "batch": None, "forwards": 0,
-        "self_attention_calls": 0, "sparse_calls": 0, "fp8_calls": 0, "dense_calls": {},
+        "self_attention_calls": 0, "sparse_calls": 0, "fp8_calls": 0, "row_calls": 0, "dense_calls": {},
         "other_calls": {}, "backend": {}, "precision": {}, "cast_from": {},
         "declined_backends": {}, "density": None, "map": [[None, None]] * 3, "nonfinite": [],
         "notes": [],

@@ -1,0 +1,259 @@
+"""The SM90 Sol-Attn kernel compiles for sm_90a without a GPU, into the code it is meant to be."""
+
+import ast
+import itertools
+import re
+import struct
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import triton
+
+pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
+
+from hopper_sol.kernels import jit
+from hopper_sol.kernels.jit.cute import CuteToolchain
+from hopper_sol.kernels.sol_attn import sm90_compile, sm90_fwd, sm90_kernel
+from hopper_sol.kernels.sol_attn.sm90_variant import CONSUMERS, SHARED_BYTES, Variant
+
+# What the DSL says of its own names and of unrolled loops.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+REGISTERS = 65_536  # of a multiprocessor
+CUDA_MACHINE = 190  # e_machine of a cubin
+LOCAL_MEMORY = r"\b(STL|LDL)\b"
+TRY_WAIT = r"SYNCS\.PHASECHK\S*TRYWAIT"
+FLAGS = ("with_lse", "ordered", "with_offset")
+# What ptxas puts aside, by (precision, source, with_lse): one number of the epilogue, written once
+# and read once for 64 rows.
+STACK_BYTES = {("fp8", "all", False): 8}
+
+# Of the 32 combinations, those in which every pair of settings of one precision comes up.
+VARIANTS = [
+    Variant("fp8", "words"),
+    Variant("fp8", "words", with_lse=True, ordered=True),
+    Variant("fp8", "words", ordered=True, with_offset=True),
+    Variant("fp8", "all", with_lse=True, with_offset=True),
+    Variant("fp8", "all", ordered=True),
+    Variant("fp8", "words", with_lse=True, with_offset=True),
+    Variant("bf16", "words"),
+    Variant("bf16", "words", with_lse=True, ordered=True),
+    Variant("bf16", "all", ordered=True),
+    Variant("bf16", "all", with_lse=True),
+]
+
+
+@dataclass
+class Machine:
+    """Facts of one compiled variant.
+
+    Attributes:
+        sass: machine code as text.
+        registers: a thread has at entry.
+        stack: bytes of a thread.
+        shared: bytes of dynamic shared memory.
+    """
+
+    sass: str
+    registers: int
+    stack: int
+    shared: int
+
+    def instructions(self):
+        """(address, text) of every instruction, in order."""
+        found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", self.sass, re.MULTILINE)
+        return [(int(address, 16), text.strip()) for address, text in found]
+
+    def count(self, pattern):
+        return sum(bool(re.search(pattern, text)) for _, text in self.instructions())
+
+    def product_loops(self):
+        """Instructions of the innermost loops that hold tensor products, in order."""
+        instructions = self.instructions()
+        spans = []
+        for address, text in instructions:
+            branch = re.search(r"\bBRA (?:!?U?P\d, )?0x([0-9a-f]+)", text)
+            if branch and int(branch[1], 16) < address:
+                spans.append((int(branch[1], 16), address))
+        bodies = {
+            span: [text for at, text in instructions if span[0] <= at <= span[1]] for span in spans
+        }
+        bodies = {span: body for span, body in bodies.items() if places(body, "GMMA")}
+        inner = [
+            (first, last)
+            for first, last in bodies
+            if not any(first <= a and b <= last for a, b in bodies if (a, b) != (first, last))
+        ]
+        return [bodies[span] for span in sorted(inner)]
+
+
+def places(body, pattern):
+    return [place for place, text in enumerate(body) if re.search(pattern, text)]
+
+
+def cubin_in(data):
+    """The machine code inside of a host object."""
+    found = []
+    for match in re.finditer(rb"\x7fELF", data):
+        at = match.start()
+        if struct.unpack_from("<H", data, at + 18)[0] == CUDA_MACHINE:
+            segments, sections = struct.unpack_from("<QQ", data, at + 32)
+            size, count, section_size, section_count = struct.unpack_from("<HHHH", data, at + 54)
+            end = max(segments + size * count, sections + section_size * section_count)
+            found.append(data[at : at + end])
+    (cubin,) = found
+    return cubin
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """Compiles a variant as a first call does: ``Machine``."""
+
+    def compile_it(variant):
+        made = []
+
+        def remember(*arguments, **named):
+            made.append(sm90_kernel.SolAttnSm90(*arguments, **named))
+            return made[-1]
+
+        monkeypatch.setattr(sm90_compile, "SolAttnSm90", remember)
+
+        def build(options):
+            return sm90_compile.compile_variant(variant, options)
+
+        kernel = jit.Kernel(variant.name, build, sm90_fwd.sources(), repr(variant))
+        path = tmp_path / "kernel.cubin"
+        path.write_bytes(cubin_in(CuteToolchain().compile(kernel)))
+
+        def dump(option):
+            command = [str(CUOBJDUMP), option, str(path)]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("-res-usage"))
+        (instance,) = made
+        shared = instance.Storage.size_in_bytes()
+        return Machine(dump("-sass"), int(usage[1]), int(usage[2]), shared)
+
+    return compile_it
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_variant(compiled, variant):
+    machine = compiled(variant)
+    stack = STACK_BYTES.get((variant.precision, variant.source, variant.with_lse), 0)
+    assert machine.stack <= stack
+    assert machine.count(LOCAL_MEMORY) <= stack / 4
+    assert machine.shared <= SHARED_BYTES
+    check_registers(machine)
+    check_loops(machine, variant)
+
+
+def check_registers(machine):
+    """Registers go from the producer to the consumers, and there are enough of them."""
+    threads = sm90_kernel.WARPGROUP * (1 + CONSUMERS)
+    assert machine.registers * threads <= REGISTERS
+    producer, consumer = sm90_kernel.PRODUCER_REGISTERS, sm90_kernel.CONSUMER_REGISTERS
+    assert (producer + CONSUMERS * consumer) * sm90_kernel.WARPGROUP <= REGISTERS
+    # ptxas drops both, with a warning that nobody sees, if it does not know how many blocks run.
+    changes = [text for _, text in machine.instructions() if "USETMAXREG" in text]
+    assert len(changes) == 2
+    assert re.search(rf"DEALLOC\S* 0x{producer:x}$", changes[0])
+    assert re.search(rf"TRY_ALLOC\S* UP\d, 0x{consumer:x}$", changes[1])
+
+
+def check_loops(machine, variant):
+    loops = machine.product_loops()
+    assert len(loops) == {"words": 2, "all": 1}[variant.source]  # summaries, exact blocks
+    opcode, other, inner = ("QGMMA", "HGMMA", 32) if variant.fp8 else ("HGMMA", "QGMMA", 16)
+    assert machine.count(rf"\b{other}\b") == 0
+    rows = 136 if variant.fp8 else 128  # FP8 multiplies V with 8 rows of ones below
+    for loop in loops:
+        assert not places(loop, LOCAL_MEMORY)
+        scores = places(loop, rf"\b{opcode}\.64x64x{inner}\.F32")
+        values = places(loop, rf"\b{opcode}\.64x{rows}x{inner}\.F32")
+        assert len(scores) == 128 // inner and len(values) == 64 // inner
+        assert len(places(loop, "GMMA")) == len(scores) + len(values)
+        # Scores start from zero. So do the FP8 products with V, whose sums have few bits: they
+        # are added up over the tiles in FP32, 64 a thread. Those of BF16 go on.
+        assert [bool(re.search(r"\bRZ\b", loop[place])) for place in scores] == [
+            place == scores[0] for place in scores
+        ]
+        assert [bool(re.search(r"\bRZ\b", loop[place])) for place in values] == [
+            variant.fp8 and place == values[0] for place in values
+        ]
+        waits = places(loop, r"WARPGROUP\.DEPBAR")
+        assert len(waits) == 2 and scores[-1] < waits[0] < values[0] < values[-1] < waits[1]
+        # 64 x 64 probabilities of 128 threads, at least once before they are used.
+        assert len(places(loop[waits[0] : values[0]], r"MUFU\.EX2")) >= 32
+        if variant.fp8:
+            assert len(places(loop[waits[1] :], r"\bFADD\b")) >= 64
+    # Exact blocks. FP8 looks at the next tile while the products with V run; the assembler moves
+    # the wait for products ahead of everything that stands in the same basic block. BF16, which has
+    # few slots, waits, gives its slot back, and then looks.
+    loop = loops[-1]
+    wait = places(loop, r"WARPGROUP\.DEPBAR")[1]
+    if variant.fp8:
+        between = loop[places(loop, r"\bQGMMA\.64x136x")[-1] : wait]
+        assert places(between, TRY_WAIT) and places(between, r"\bLDS\b")
+    else:
+        release = next(at for at in places(loop, r"SYNCS\.ARRIVE") if at > wait)
+        look = next(at for at in places(loop, TRY_WAIT) if at > wait)
+        assert release < look
+
+
+def test_gate_sees_spills(compiled, monkeypatch):
+    """An accumulator, scores and probabilities take more than 144 registers."""
+    monkeypatch.setattr(sm90_kernel, "CONSUMER_REGISTERS", 144)
+    machine = compiled(Variant("fp8"))
+    assert machine.stack > 0 and machine.count(LOCAL_MEMORY) > 0
+
+
+# --- What a compiled object is kept for
+
+
+def test_variants_cover_every_pair():
+    for precision in ("fp8", "bf16"):
+        chosen = [variant for variant in VARIANTS if variant.precision == precision]
+        # The mean of V's channels is added on the FP8 path only.
+        flags = FLAGS if precision == "fp8" else FLAGS[:2]
+        for first, second in itertools.combinations(("source", *flags), 2):
+            pairs = {(getattr(v, first), getattr(v, second)) for v in chosen}
+            assert len(pairs) == 4, (precision, first, second)
+
+
+def test_every_variant_has_a_name_of_its_own():
+    every = [
+        Variant(precision, source, *flags)
+        for precision in ("fp8", "bf16")
+        for source in ("words", "all")
+        for flags in itertools.product((False, True), repeat=len(FLAGS))
+    ]
+    assert len({variant.name for variant in every}) == len(every) == 32
+    for variant in every:
+        jit.Kernel(variant.name, lambda options: None, ())  # raises for what can't name a file
+
+
+def test_sources_hold_everything_that_is_imported():
+    """Else an edit of the forgotten file would go on with objects compiled before it."""
+    assert imported_by(Path(sm90_compile.__file__)) <= set(sm90_fwd.sources())
+
+
+def imported_by(path):
+    """``path``, every file of the pack that it imports, and those that kernel code imports."""
+    found, wanted = set(), [path]
+    while wanted:
+        path = wanted.pop()
+        if path in found or not path.exists():
+            continue
+        found.add(path)
+        if not (path.name.startswith("sm90") or path.parent.name == "sm90"):
+            continue  # constants and types
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+                wanted.append(folder.with_suffix(".py"))
+                wanted += [folder / f"{alias.name}.py" for alias in node.names]
+    return found
