@@ -10,7 +10,10 @@ from .fp8_linear import (
     describe_linear,
     fp8_linear,
     list_linear_backends,
+    quantize_gelu,
+    quantize_norm,
     quantize_rowwise,
+    quantize_swiglu,
     why_not_linear,
 )
 from .sol_attn import (
@@ -51,7 +54,10 @@ __all__ = [
     "list_backends",
     "list_linear_backends",
     "morton_order",
+    "quantize_gelu",
+    "quantize_norm",
     "quantize_rowwise",
+    "quantize_swiglu",
     "sol_attention",
     "span_order",
     "why_not",

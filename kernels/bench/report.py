@@ -39,7 +39,9 @@ COLUMNS = {
     "fp8_linear": {
         "layer": "case",
         "backend": "backend",
+        "fused": "fused",
         "quantise": "quant_ms",
+        "TB/s": "quant_tb_s",
         "GEMM": "gemm_ms",
         "total ms": "total_ms",
         "quartiles": ("p25_ms", "p75_ms"),

@@ -1,5 +1,7 @@
 """FP8 Linear: W8A8 in E4M3 with a scale for each row of both operands (README.md)."""
 
+import importlib
+
 import torch
 
 from ..registry import Backend, register
@@ -8,11 +10,13 @@ from .config import (
     ALIGNMENT,
     FP8LinearCall,
     FP8LinearStats,
+    NormSettings,
     QuantizeCall,
     needs_fp8_tensor_cores,
     slower_than_linear,
     unaligned,
 )
+from .fused_op import ACTIVATION_OP, NORM_OP, quantize_gelu, quantize_norm, quantize_swiglu
 from .op import (
     OP,
     QUANTIZE_OP,
@@ -31,34 +35,9 @@ _TRITON = Requirements(device_types=frozenset({"cuda"}), min_capability=(8, 9), 
 _ANY_FLOAT = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn})
 
 
-def _load_scaled_mm():
-    from .scaled_mm import fp8_linear_scaled_mm
-
-    return fp8_linear_scaled_mm
-
-
-def _load_reference():
-    from .reference import fp8_linear_reference
-
-    return fp8_linear_reference
-
-
-def _load_quantize_triton():
-    from .triton_quant import quantize_rowwise_triton
-
-    return quantize_rowwise_triton
-
-
-def _load_quantize_torch():
-    from .scaled_mm import quantize_rowwise_torch
-
-    return quantize_rowwise_torch
-
-
-def _load_quantize_reference():
-    from .reference import quantize_rowwise_reference
-
-    return quantize_rowwise_reference
+def _load(module: str, name: str):
+    """A loader for ``name`` of ``module`` of this package."""
+    return lambda: getattr(importlib.import_module(f".{module}", __name__), name)
 
 
 def _too_wide(call: FP8LinearCall | QuantizeCall) -> str | None:
@@ -68,36 +47,56 @@ def _too_wide(call: FP8LinearCall | QuantizeCall) -> str | None:
 
 # Order is preference. A backend of fp8_linear quantises with the one of the same name.
 for _backend in (
-    Backend("triton", _load_scaled_mm, _TRITON, (unaligned, _too_wide), native_dtypes=_ANY_FLOAT),
+    Backend(
+        "triton",
+        _load("scaled_mm", "fp8_linear_scaled_mm"),
+        _TRITON,
+        (unaligned, _too_wide),
+        native_dtypes=_ANY_FLOAT,
+    ),
     Backend(
         "torch",
-        _load_scaled_mm,
+        _load("scaled_mm", "fp8_linear_scaled_mm"),
         Requirements(device_types=frozenset({"cpu", "cuda"})),
         (needs_fp8_tensor_cores, unaligned),
         native_dtypes=_ANY_FLOAT,
     ),
     Backend(
-        "reference", _load_reference, auto_rules=(slower_than_linear,), native_dtypes=_ANY_FLOAT
+        "reference",
+        _load("reference", "fp8_linear_reference"),
+        auto_rules=(slower_than_linear,),
+        native_dtypes=_ANY_FLOAT,
     ),
 ):
     register(OP, _backend)
-for _backend in (
-    Backend("triton", _load_quantize_triton, _TRITON, (_too_wide,), native_dtypes=_ANY_FLOAT),
-    Backend("torch", _load_quantize_torch, native_dtypes=_ANY_FLOAT),
-    Backend("reference", _load_quantize_reference, native_dtypes=_ANY_FLOAT),
+# What quantises has a module for each backend, and a function for each op in it.
+for _op, _modules in (
+    (QUANTIZE_OP, ("triton_quant", "torch_quant", "reference")),
+    (ACTIVATION_OP, ("triton_quant", "torch_quant", "fused_reference")),
+    (NORM_OP, ("triton_norm", "torch_quant", "fused_reference")),
 ):
-    register(QUANTIZE_OP, _backend)
+    _triton, _torch, _reference = (
+        _load(module, f"{_op}_{name}")
+        for module, name in zip(_modules, ("triton", "torch", "reference"), strict=True)
+    )
+    register(_op, Backend("triton", _triton, _TRITON, (_too_wide,), native_dtypes=_ANY_FLOAT))
+    register(_op, Backend("torch", _torch, native_dtypes=_ANY_FLOAT))
+    register(_op, Backend("reference", _reference, native_dtypes=_ANY_FLOAT))
 
 __all__ = [
     "ALIGNMENT",
     "FP8LinearCall",
     "FP8LinearStats",
+    "NormSettings",
     "QuantizeCall",
     "QuantizedRows",
     "choose_linear_backend",
     "describe_linear",
     "fp8_linear",
     "list_linear_backends",
+    "quantize_gelu",
+    "quantize_norm",
     "quantize_rowwise",
+    "quantize_swiglu",
     "why_not_linear",
 ]

@@ -8,6 +8,11 @@ from ..arch import DeviceFacts
 
 # The GEMM reads rows in 16-byte pieces.
 ALIGNMENT = 16
+# Activations that can be fused with the quantisation of their result.
+GELU = "gelu_tanh"
+SWIGLU = "swiglu"
+LAYER_NORM = "layer"
+RMS_NORM = "rms"
 # Fast accumulation keeps the sum of a whole row in the tensor cores' own accumulator of about 22
 # bits, and cuts the more the larger that sum is. From this K on promoting to FP32 is the faster way
 # on an H200 as well; below it costs 4 to 25 % (times and errors: README.md).
@@ -39,6 +44,22 @@ class QuantizeCall:
     columns: int
     dtype: torch.dtype
     device: DeviceFacts
+
+
+@dataclass(frozen=True)
+class NormSettings:
+    """A norm and how its result is modulated.
+
+    Attributes:
+        kind: LAYER_NORM or RMS_NORM.
+        eps: added to the variance, or to the mean square.
+        round_product: whether norm (1 + scale) is rounded before shift is added: two operations,
+            as in MiniMax-H3. Else it is one, as in Wan's ``addcmul``.
+    """
+
+    kind: str = LAYER_NORM
+    eps: float = 1e-6
+    round_product: bool = False
 
 
 @dataclass

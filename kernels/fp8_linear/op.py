@@ -23,6 +23,7 @@ def fp8_linear(
     bias: torch.Tensor | None = None,
     *,
     backend: str = "auto",
+    out_dtype: torch.dtype | None = None,
     stats: FP8LinearStats | None = None,
 ) -> torch.Tensor:
     """A Linear over E4M3 operands: one scale for each row of ``x`` and each row of the weight.
@@ -31,16 +32,18 @@ def fp8_linear(
 
     Args:
         x: (..., K) bfloat16, float16 or float32 of one dimension or more, any strides, quantised
-            here from its own dtype; or the result of ``quantize_rowwise``, which several Linears
-            can share.
+            here from its own dtype; or QuantizedRows, the result of ``quantize_rowwise`` and of
+            the ops that quantise what they produce, which several Linears can share.
         weight8: (N, K) float8_e4m3fn. weight_scale: (N,) or (N, 1) FP32.
         bias: (N,) or None; rounded to BF16, added in FP32.
         backend: "auto" or a name from ``list_linear_backends()``.
+        out_dtype: of the result, bfloat16, float16 or float32; None for x's own, BF16 for quantised
+            rows.
         stats: filled with what ran, if given.
 
     Returns:
-        (..., N) in x's dtype, BF16 for quantised rows; values are rounded to BF16 either way.
-        Contiguous. No rows in, no rows out.
+        (..., N) in ``out_dtype``; values are rounded to BF16 either way. Contiguous. No rows in, no
+        rows out.
 
     Raises:
         ValueError, TypeError: an argument no backend could take.
@@ -52,7 +55,7 @@ def fp8_linear(
     Accuracy: relative L2 against the unquantised product 3.7 % on normal data (README.md).
     """
     codes, x_scale = x if isinstance(x, QuantizedRows) else (x, None)
-    out = _fp8_linear(codes, x_scale, weight8, weight_scale, bias, backend)
+    out = _fp8_linear(codes, x_scale, weight8, weight_scale, bias, backend, out_dtype)
     if stats is not None:
         call = describe_linear(x, weight8)
         chosen, declined = registry.select(OP, call, backend)
@@ -157,17 +160,21 @@ def check_weight(x, weight8, weight_scale, bias) -> None:
 
 # Checks and the choice of a backend happen inside the ops, so that a compiled caller traces
 # nothing but the op itself.
-def _linear(x, x_scale, weight8, weight_scale, bias, backend):
+def _linear(x, x_scale, weight8, weight_scale, bias, backend, out_dtype=None):
     check_rows(x, x_scale)
     check_weight(x, weight8, weight_scale, bias)
+    if out_dtype is not None and out_dtype not in DTYPES:
+        raise TypeError(f"out_dtype: got {out_dtype}, need bfloat16, float16 or float32")
     rows = x if x_scale is None else QuantizedRows(x, x_scale)
     chosen, _ = registry.select(OP, describe_linear(rows, weight8), backend)
-    shape, out_dtype = (*x.shape[:-1], weight8.shape[0]), _out_dtype(x)
+    shape, out_dtype = (*x.shape[:-1], weight8.shape[0]), out_dtype or _out_dtype(x)
     if x.numel() == 0:  # CUDA's GEMM takes no empty operand
         return x.new_empty(shape, dtype=out_dtype)
     flat = x.reshape(-1, x.shape[-1])
     if x_scale is None:
-        quantized = registry.loaded(registry.get(QUANTIZE_OP, chosen.name))(_rows(flat), None)
+        quantized = registry.loaded(registry.get(QUANTIZE_OP, chosen.name))(
+            contiguous_rows(flat), None
+        )
     else:
         quantized = QuantizedRows(flat.contiguous(), x_scale.reshape(-1, 1).contiguous())
     out = registry.loaded(chosen)(quantized, weight8, weight_scale, bias)
@@ -183,11 +190,12 @@ def _quantize(x, grid, backend):
     chosen, _ = registry.select(QUANTIZE_OP, call, backend)
     if x.numel() == 0:
         return _fake_quantize(x, grid, backend)
-    codes, scale = registry.loaded(chosen)(_rows(x.reshape(-1, columns)), grid)
+    codes, scale = registry.loaded(chosen)(contiguous_rows(x.reshape(-1, columns)), grid)
     return codes.view(x.shape), scale.view(*x.shape[:-1], 1)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` (M, K) with neighbours of a row side by side; a copy only where they are not."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -200,7 +208,7 @@ _fp8_linear = torch.library.custom_op(
     _linear,
     mutates_args=(),
     schema="(Tensor x, Tensor? x_scale, Tensor weight8, Tensor weight_scale, Tensor? bias, "
-    "str backend) -> Tensor",
+    "str backend, ScalarType? out_dtype=None) -> Tensor",
 )
 _quantize_rowwise = torch.library.custom_op(
     "hopper_sol::quantize_rowwise",
@@ -211,8 +219,8 @@ _quantize_rowwise = torch.library.custom_op(
 
 
 @_fp8_linear.register_fake
-def _fake_linear(x, x_scale, weight8, weight_scale, bias, backend):
-    return x.new_empty((*x.shape[:-1], weight8.shape[0]), dtype=_out_dtype(x))
+def _fake_linear(x, x_scale, weight8, weight_scale, bias, backend, out_dtype=None):
+    return x.new_empty((*x.shape[:-1], weight8.shape[0]), dtype=out_dtype or _out_dtype(x))
 
 
 @_quantize_rowwise.register_fake

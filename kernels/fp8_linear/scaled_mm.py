@@ -1,25 +1,9 @@
-"""PyTorch's own row-wise FP8 GEMM, and row quantisation in a bounded amount of memory."""
+"""PyTorch's own row-wise FP8 GEMM."""
 
 import torch
 
 from .config import use_fast_accum
-from .reference import E4M3, QuantizedRows, quantize_rowwise_reference
-
-# FP32 values of this many elements exist at a time: 256 MiB each.
-_CHUNK = 2**26
-
-
-def quantize_rowwise_torch(x: torch.Tensor, grid: float | None = None) -> QuantizedRows:
-    """As the reference, bit for bit, a group of rows at a time. ``x`` (M, K)."""
-    rows, columns = x.shape
-    codes = torch.empty(rows, columns, dtype=E4M3, device=x.device)
-    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    step = max(1, _CHUNK // columns)
-    for start in range(0, rows, step):
-        part = quantize_rowwise_reference(x[start : start + step], grid)
-        codes[start : start + step] = part.codes
-        scale[start : start + step] = part.scale
-    return QuantizedRows(codes, scale)
+from .reference import QuantizedRows
 
 
 def fp8_linear_scaled_mm(

@@ -179,13 +179,15 @@ def test_damaged_entry_is_made_again(what, process, toolchain, kernel, folder, m
     assert "is damaged and is made again" in text
 
 
-def test_entry_of_another_kernel_is_refused(process, toolchain, kernel, folder):
-    process().load(kernel(settings="a"))
+@pytest.mark.parametrize("what", ["name", "settings", "arch"])
+def test_entry_of_another_kernel_is_refused(what, process, toolchain, kernel, folder):
+    process().load(kernel(**{what: "a"}))
     (of_a,) = folder.glob("*.kernel")
-    process().load(kernel(settings="b", build=lambda options: b"code of b"))
+    process().load(kernel(**{what: "b"}))
     (of_b,) = set(folder.glob("*.kernel")) - {of_a}
     of_b.write_bytes(of_a.read_bytes())
-    assert process().load(kernel(settings="b", build=lambda options: b"new"))() == b"new"
+    new = kernel(build=lambda options: b"new", **{what: "b"})
+    assert process().load(new)() == b"new"
 
 
 def test_entry_that_does_not_link_is_made_again(process, toolchain, kernel, messages):
@@ -359,9 +361,19 @@ def test_fork_while_another_thread_compiles(process, kernel):
         assert finished(child)
 
 
-def test_two_processes_compile_once(process, kernel, tmp_path):
-    ready = multiprocessing.get_context("fork").Barrier(2)
+def test_two_processes_compile_once(process, kernel, folder, tmp_path):
+    both_missed = multiprocessing.get_context("fork").Barrier(2)
     record = tmp_path / "record"
+
+    class WaitingStore(Store):
+        waited = False
+
+        def read(self, entry):
+            found = super().read(entry)
+            if not self.waited:
+                self.waited = True
+                both_missed.wait(30)
+            return found
 
     def build(options):
         with record.open("ab") as file:
@@ -370,7 +382,7 @@ def test_two_processes_compile_once(process, kernel, tmp_path):
 
     def work():
         kernels = process()
-        ready.wait(30)
+        kernels._store = WaitingStore([folder])
         return kernels.load(kernel(build=build))() == b"code"
 
     children = [fork(work) for _ in range(2)]
