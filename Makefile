@@ -38,7 +38,7 @@ test-interpreter: $(STAMP)
 	TRITON_INTERPRET=1 $(PY) -m pytest -n auto tests/interpreter
 
 test-compile: $(STAMP)
-	@echo "== Triton kernels, compiled for GPUs that are not there"
+	@echo "== Kernels, compiled for GPUs that are not there"
 	TRITON_INTERPRET=0 $(PY) -m pytest -n auto tests/compile
 
 test-comfy: $(STAMP)

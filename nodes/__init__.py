@@ -12,6 +12,7 @@ log = logging.getLogger("hopper_sol")
 NODES = (
     ("load_model", "HopperSolLoadVideoModel"),
     ("fp8_linear", "HopperSolFP8Linear"),
+    ("save_fp8_model", "HopperSolSaveFP8Model"),
     ("sol_attention", "HopperSolAttention"),
     ("run_report", "HopperSolRunReport"),
     ("synthetic_conditioning", "HopperSolSyntheticConditioning"),

@@ -5,6 +5,7 @@ from comfy_api.latest import io
 from .patching.apply import apply_fp8_linear
 from .patching.layers import EXAMPLE, check_layer_text
 from .patching.linear import SCOPES
+from .patching.linear_load import is_loaded_fp8
 from .patching.plan import FP8LinearRequest
 from .schema import known, schema
 
@@ -81,4 +82,9 @@ class HopperSolFP8Linear(io.ComfyNode):
     def execute(cls, model, enabled=True, **inputs) -> io.NodeOutput:
         if not enabled:
             return io.NodeOutput(model)
+        if is_loaded_fp8(model):
+            raise ValueError(
+                "FP8 Linear: this model's Linears are FP8 since it was loaded (linear_precision "
+                "fp8); remove this node, or load the model with 'default' to choose layers here"
+            )
         return io.NodeOutput(apply_fp8_linear(model, FP8LinearRequest(**inputs)))

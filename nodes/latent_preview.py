@@ -54,10 +54,8 @@ class HopperSolLatentPreviewFrames(io.ComfyNode):
         if bias is not None:
             rgb = rgb + torch.tensor(bias)
         adapter = find_adapter(model)
-        stride = adapter.temporal_stride if adapter else 1
-        # The first latent frame is one video frame, every further one ``stride`` of them.
-        repeats = torch.full((rgb.shape[1],), stride)
-        repeats[0] = 1
+        count = rgb.shape[1]
+        repeats = torch.tensor(adapter.video_frames(count) if adapter else [1] * count)
         frames = rgb.repeat_interleave(repeats, 1).flatten(0, 1)
         frames = frames.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
         return io.NodeOutput(((frames + 1) / 2).clamp(0, 1))

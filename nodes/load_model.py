@@ -2,15 +2,21 @@
 
 import logging
 
+import comfy.model_management
 import comfy.sd
 import folder_paths
 from comfy_api.latest import io
 
-from .models.checkpoint import inspect_checkpoint
+from .models.checkpoint import CheckpointFacts, inspect_checkpoint
+from .models.stored_formats import COMFY_QUANT_FP8
+from .patching.linear_formats import reads_comfy_quant
+from .patching.linear_load import load_or_reuse
+from .patching.linear_ops import why_no_fp8_load
 from .schema import schema
 
 log = logging.getLogger("hopper_sol")
 FOLDER = "diffusion_models"
+PRECISIONS = ("default", "fp8")
 
 
 def _resolve(file: str) -> str:
@@ -44,24 +50,26 @@ class HopperSolLoadVideoModel(io.ComfyNode):
             node_id="HopperSolLoadVideoModel",
             display_name="Load Video Model (Hopper-Sol)",
             description=(
-                "Loads a Wan video model. Its header is read first: a wrong, truncated or quantised "
-                "file is refused with a reason before anything is loaded."
+                "Loads a Wan or MiniMax-H3 video model, on request with its Linears in FP8: half the "
+                "memory. Its header is read first: a wrong or truncated file, or one in a format "
+                "that does not suit, is refused with a reason before anything is loaded."
             ),
             inputs=[
                 io.Combo.Input(
                     "file",
                     options=folder_paths.get_filename_list(FOLDER),
-                    tooltip="A file of models/diffusion_models with plain weights.",
+                    tooltip="A file of models/diffusion_models: plain weights or FP8.",
                 ),
                 io.Combo.Input(
                     "linear_precision",
-                    options=["default", "fp8"],
+                    options=list(PRECISIONS),
                     default="default",
                     optional=True,
                     tooltip=(
-                        "default loads the weights as ComfyUI does. fp8 (W8A8 Linears, half the "
-                        "memory) is not in this version; for the speed of FP8 put an FP8 Linear "
-                        "node behind the loader."
+                        "default loads the weights as ComfyUI does. fp8 keeps those of the blocks' "
+                        "Linears in FP8 (E4M3, a scale for every output channel) from the moment the "
+                        "file is read: half the memory, and they run in FP8 as with an FP8 Linear "
+                        "node, which is then not needed."
                     ),
                 ),
             ],
@@ -71,28 +79,61 @@ class HopperSolLoadVideoModel(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, file=None, linear_precision=None):
         # None stands for a link, whose value is not there before execution.
-        if linear_precision not in (None, "default"):
+        if linear_precision is not None and linear_precision not in PRECISIONS:
             return _no_precision(linear_precision)
         if file is None:
             return True
         try:
-            inspect_checkpoint(_resolve(file))
+            facts = inspect_checkpoint(_resolve(file))
         except ValueError as error:
             return str(error)
-        return True
+        return True if linear_precision is None else _why_not(facts, linear_precision) or True
 
     @classmethod
     def execute(cls, file, linear_precision="default") -> io.NodeOutput:
-        if linear_precision != "default":
+        if linear_precision not in PRECISIONS:
             raise ValueError(_no_precision(linear_precision))
         path = _resolve(file)
         facts = inspect_checkpoint(path)
-        log.info("Load Video Model: %s", facts.describe())
+        reason = _why_not(facts, linear_precision)
+        if reason is not None:
+            raise ValueError(reason)
+        _announce(facts, linear_precision)
+        if linear_precision == "fp8":
+            return io.NodeOutput(load_or_reuse(path))
         return io.NodeOutput(comfy.sd.load_diffusion_model(path, model_options={}))
 
 
-def _no_precision(found: str) -> str:
-    return (
-        f"linear_precision: got {found!r}, this version has 'default' only; for FP8 Linears put an "
-        "FP8 Linear node behind the loader"
-    )
+def _why_not(facts: CheckpointFacts, precision: str) -> str | None:
+    """Why this ComfyUI can't load such a file in ``precision``, or None."""
+    if precision == "fp8":
+        reason = why_no_fp8_load()
+        return None if reason is None else f"linear_precision fp8: {reason}; choose 'default'"
+    if facts.weights.format.name == COMFY_QUANT_FP8 and not reads_comfy_quant():
+        return (
+            "file: its FP8 weights have scales (comfy_quant) that this ComfyUI does not read; set "
+            "linear_precision to 'fp8', which reads them, or update ComfyUI to 0.3.76 or newer"
+        )
+    if facts.weights.format.rows:
+        return (
+            "file: its FP8 weights have a scale for every row, which ComfyUI itself does not read; "
+            "set linear_precision to 'fp8'"
+        )
+    return None
+
+
+def _announce(facts: CheckpointFacts, precision: str) -> None:
+    """Log what is loaded, what it takes, and whether the device can hold it."""
+    memory = facts.weights.memory
+    log.info("Load Video Model: %s; %s", facts.describe(), memory.describe())
+    device = comfy.model_management.get_torch_device()
+    if comfy.model_management.is_device_cpu(device):
+        return
+    total = comfy.model_management.get_total_memory(device)
+    warning = memory.warning(precision, total, comfy.model_management.get_torch_device_name(device))
+    if warning is not None:
+        log.warning("Load Video Model: %s", warning)
+
+
+def _no_precision(found) -> str:
+    return f"linear_precision: got {found!r}, need one of {', '.join(PRECISIONS)}"

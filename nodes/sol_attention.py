@@ -61,8 +61,9 @@ class HopperSolAttention(io.ComfyNode):
                     "preset",
                     list(PRESETS),
                     "Choosing one fills in the inputs below, which stay editable; a change by hand sets "
-                    "custom. few-step is for distilled models (Lightning) of 8 or 4 steps. In an API "
-                    "prompt a preset fills in the inputs that are left out; those given always win, and "
+                    "custom. few-step is for distilled models (Lightning) of 8 or 4 steps, turbo for "
+                    "MiniMax-H3's. In an API prompt a preset fills in the inputs that are left out; "
+                    "those given always win, and "
                     "the Run Report names them.",
                 ),
                 number(
@@ -78,7 +79,8 @@ class HopperSolAttention(io.ComfyNode):
                     "estimator",
                     list(CHOICES["estimator"]),
                     "How the spread of block scores is estimated. exact takes the full second moment. "
-                    "auto: diag for Wan. Compare the two at equal density, not at equal tau.",
+                    "auto: diag for Wan, exact for MiniMax-H3. Compare the two at equal density, not at "
+                    "equal tau.",
                     advanced=True,
                 ),
                 combo(
@@ -125,19 +127,20 @@ class HopperSolAttention(io.ComfyNode):
                 text(
                     "dense_layers",
                     f"Transformer blocks that stay dense in every step, {EXAMPLE}; 'none', 'all'. "
-                    "auto: block 0 for Wan.",
+                    "auto: block 0 for Wan, 0-1 for MiniMax-H3.",
                 ),
                 text(
                     "fp8_layers",
                     f"Blocks whose sparse attention may run in FP8, {EXAMPLE}; 'none', 'all'. auto: "
-                    "the middle third for Wan (10-19 of 30), where FP8 was seen to do no harm.",
+                    "the middle third for Wan (10-19 of 30), where FP8 was seen to do no harm; all for "
+                    "MiniMax-H3.",
                 ),
                 combo(
                     "smoothing",
                     list(CHOICES["smoothing"]),
                     "Subtract means before FP8 rounding: k the sequence mean of K, kv that of K and V, "
                     "block the mean of each K block. Without FP8 it changes nothing. auto: k for Wan, "
-                    "where it lowers the FP8 error at next to no cost.",
+                    "where it lowers the FP8 error at next to no cost; kv for MiniMax-H3.",
                     advanced=True,
                 ),
                 switch(
@@ -149,16 +152,18 @@ class HopperSolAttention(io.ComfyNode):
                 combo(
                     "sinks",
                     list(CHOICES["sinks"]),
-                    "Conditioning tokens beside the video in the sequence, such as Wan's reference "
-                    "latents. kv: exact for every token (auto); kv_and_rows: their own attention is exact "
-                    "too; off: treated like the video. audio_rows equals kv for Wan.",
+                    "Tokens beside the video in the sequence: Wan's reference latents, MiniMax-H3's "
+                    "text, pictures and sound. kv: exact for every token; kv_and_rows: their own "
+                    "attention is dense too; audio_rows: that of the sound that is made; off: treated "
+                    "like the video. auto: kv for Wan, kv_and_rows for MiniMax-H3.",
                     advanced=True,
                 ),
                 combo(
                     "token_order",
                     list(CHOICES["token_order"]),
                     "Order in which tokens are cut into blocks. morton_3d makes a block a small cube of "
-                    "the video instead of a strip of one frame. auto: morton_3d for Wan.",
+                    "the video instead of a strip of one frame, morton_2d a square of one frame. auto: "
+                    "morton_3d for Wan, none for MiniMax-H3.",
                     advanced=True,
                 ),
                 number(

@@ -103,13 +103,13 @@ def _driver_major() -> int | None:
 
 
 def _import_dsl() -> None:
-    """Other packages are called cutlass as well: say which one it is that does not do."""
+    """Other packages are called cutlass as well: the error says which one was found."""
     try:
         import cutlass.cute  # noqa: F401
     except Exception as error:
-        spec = sys.modules.get("cutlass") or importlib.util.find_spec("cutlass")
-        where = getattr(spec, "__file__", None) or getattr(spec, "origin", None)
-        raise ImportError(f"cutlass ({where}) is not the CuTe DSL: {error}") from error
+        found = sys.modules.get("cutlass") or importlib.util.find_spec("cutlass")
+        where = getattr(found, "__file__", None) or getattr(found, "origin", None)
+        raise ImportError(f"no CuTe DSL in cutlass, which is {where}: {error}") from error
 
 
 @functools.cache

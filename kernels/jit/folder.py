@@ -23,7 +23,7 @@ def candidate_folders() -> list[Path]:
 def can_be_written(folder: Path) -> bool:
     """Whether a file can be made in ``folder``, which is made if it is not there."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError:

@@ -21,6 +21,7 @@ from .store import Entry, Store
 log = logging.getLogger("hopper_sol")
 
 FORMAT = 1  # of what is kept; another number makes every kept object another one
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _STARTED = time.time()  # sources changed later may not be what this process imported
 
 
@@ -167,9 +168,9 @@ class Kernels:
             advice = "choose another backend, the others do without it"
             if isinstance(error, ImportError):
                 advice = f"run {self._toolchain.install}, or choose another backend"
-            raise KernelBuildError(
-                kernel.name, what, f"{type(error).__name__}: {error}", advice
-            ) from error
+            text = _COLOURS.sub("", str(error)).strip()  # the DSL writes for terminals
+            reason = f"{type(error).__name__}: {text}"
+            raise KernelBuildError(kernel.name, what, reason, advice) from error
 
     def _tell_unwritable(self) -> None:
         if not self._told:

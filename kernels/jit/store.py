@@ -165,11 +165,13 @@ def _checked(content: bytes, entry: Entry) -> bytes | None:
 
 def _replace(path: Path, content: bytes) -> None:
     """Write ``path`` so that a reader sees all of it or nothing."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=TEMPORARY)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
+        # mkstemp lets nobody else read it: one who runs an image that another built has to.
+        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

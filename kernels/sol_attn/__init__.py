@@ -53,7 +53,7 @@ register(
             device_types=frozenset({"cuda"}),
             arch_major=9,
             head_dims=frozenset({HEAD_DIM}),
-            modules=("triton", "cutlass", "tvm_ffi"),
+            modules=("triton", "nvidia_cutlass_dsl", "tvm_ffi"),
             systems=frozenset({"Linux"}),
         ),
         rules=(sm90_rules.unsupported_option,),

@@ -1,9 +1,10 @@
 """Model families: what patches must know of them. One file a family, listed here."""
 
-from .base import ATTENTION, FFN, LinearLayer, ModelAdapter, TokenSequence
+from .base import ADALN, ATTENTION, FFN, LinearLayer, ModelAdapter, TokenSequence
+from .h3 import H3Adapter
 from .wan import WanAdapter
 
-ADAPTERS: tuple[type[ModelAdapter], ...] = (WanAdapter,)
+ADAPTERS: tuple[type[ModelAdapter], ...] = (WanAdapter, H3Adapter)
 
 
 def find_adapter(model) -> ModelAdapter | None:
@@ -24,6 +25,7 @@ def family_names() -> str:
 
 
 __all__ = [
+    "ADALN",
     "ADAPTERS",
     "ATTENTION",
     "FFN",

@@ -1,13 +1,15 @@
 """What a checkpoint file is, read from its safetensors header alone: no weights are loaded."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from safetensors import SafetensorError, safe_open
 
+from .h3_checkpoint import fp8_names, h3_facts, h3_prefix
+from .memory_plan import MemoryEstimate, estimate
+from .stored_formats import PLAIN, FP8Layers, StoredFormat, stored_format, wan_layers
+
 PREFIXES = ("", "model.diffusion_model.", "model.model.", "net.", "model.")
-PLAIN_DTYPES = {"BF16", "F16", "F32"}
-RAW_FP8_DTYPES = {"F8_E4M3", "F8_E5M2"}
 HEAD_DIM = 128
 
 # What every block of every Wan variant has.
@@ -34,15 +36,33 @@ _WAN_MARKERS = (
 
 
 @dataclass(frozen=True)
-class CheckpointFacts:
-    """A Wan checkpoint.
+class CheckpointWeights:
+    """What loading needs to know of a file beside what model it is.
 
     Attributes:
-        family: "Wan".
-        variant: "2.1 T2V", "2.1 I2V", "2.2 5B", "2.2 I2V", "VACE", ...
+        prefix: stands before the names of the diffusion model's tensors.
+        format: how they are stored.
+        layers: what may be FP8.
+        memory: what they take on the device.
+    """
+
+    prefix: str
+    format: StoredFormat
+    layers: FP8Layers
+    memory: MemoryEstimate
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """A checkpoint of a family we know.
+
+    Attributes:
+        family: "Wan" or "MiniMax-H3".
+        variant: "2.1 T2V", "2.1 I2V", "2.2 5B", "2.2 I2V", "VACE", ...; "audio and video", ...
         dim, ffn_dim, num_blocks, num_heads: of the transformer.
         dtype: safetensors name of the type of its Linear weights, "BF16", "F8_E4M3", ...
         size_bytes: of the file.
+        weights: how it is stored and what of it may be FP8.
     """
 
     family: str
@@ -53,21 +73,24 @@ class CheckpointFacts:
     num_heads: int
     dtype: str
     size_bytes: int
+    weights: CheckpointWeights | None = field(default=None, compare=False, repr=False)
 
     def describe(self) -> str:
         """One line for logs."""
+        stored = PLAIN if self.weights is None else self.weights.format.name
+        dtype = self.dtype if stored == PLAIN else f"{self.dtype} ({stored})"
         return (
             f"{self.family} {self.variant}: {self.num_blocks} blocks, {self.num_heads} heads x "
-            f"{HEAD_DIM}, ffn {self.ffn_dim}, {self.dtype}, {self.size_bytes / 2**30:.2f} GiB"
+            f"{HEAD_DIM}, ffn {self.ffn_dim}, {dtype}, {self.size_bytes / 2**30:.2f} GiB"
         )
 
 
 def inspect_checkpoint(path: str) -> CheckpointFacts:
-    """Facts of the Wan checkpoint at ``path``.
+    """Facts of the Wan or MiniMax-H3 checkpoint at ``path``.
 
     Raises:
-        ValueError: not a readable safetensors file, not Wan, or a format that is not plain. The
-            message says what was found and what to do.
+        ValueError: not a readable safetensors file, another model, one that this ComfyUI does not
+            have, or a format that is not plain. The message says what was found and what to do.
     """
     name = os.path.basename(path)
     if not name.lower().endswith((".safetensors", ".sft")):
@@ -101,12 +124,26 @@ class _Header:
     def dtype(self, key: str) -> str:
         return self._file.get_slice(key).get_dtype()
 
+    def text(self, key: str) -> str:
+        """The text that a tensor of bytes holds."""
+        return bytes(self._file.get_tensor(key).flatten().tolist()).decode()
+
 
 def _inspect(name: str, header: _Header, size_bytes: int) -> CheckpointFacts:
+    h3 = h3_prefix(header.keys)
+    if h3 is not None:
+        facts = h3_facts(name, header, h3)
+        computed, stored = (
+            frozenset(key[len(h3) :].removesuffix(".weight") for key in keys)
+            for keys in fp8_names(header.keys, h3)
+        )
+        weights = _weights(name, header, h3, FP8Layers(computed, stored))
+        return CheckpointFacts("MiniMax-H3", size_bytes=size_bytes, weights=weights, **facts)
     prefix = next((p for p in PREFIXES if p + "head.modulation" in header.keys), None)
     if prefix is None:
         raise ValueError(
-            f"{name}: {_what_it_is(header)}; this node loads Wan 2.1 and 2.2 diffusion models"
+            f"{name}: {_what_it_is(header)}; this node loads Wan 2.1 and 2.2 and MiniMax-H3 "
+            "diffusion models"
         )
     needed = (
         "patch_embedding.weight",
@@ -120,7 +157,6 @@ def _inspect(name: str, header: _Header, size_bytes: int) -> CheckpointFacts:
             f"{name}: looks like Wan but lacks {', '.join(missing)}; the file is incomplete"
         )
 
-    _refuse_quantised(name, header, prefix)
     dim = header.shape(prefix + "blocks.0.self_attn.q.weight")[0]
     if dim % HEAD_DIM:
         raise ValueError(f"{name}: got width {dim}, need a multiple of head_dim {HEAD_DIM}")
@@ -129,6 +165,7 @@ def _inspect(name: str, header: _Header, size_bytes: int) -> CheckpointFacts:
             f"{name}: patch_embedding is not a 3-D convolution; this is not a Wan file"
         )
     num_blocks = _complete_blocks(name, header, prefix)
+    weights = _weights(name, header, prefix, wan_layers(header.keys, prefix))
     return CheckpointFacts(
         family="Wan",
         variant=_wan_variant(header, prefix),
@@ -138,6 +175,7 @@ def _inspect(name: str, header: _Header, size_bytes: int) -> CheckpointFacts:
         num_heads=dim // HEAD_DIM,
         dtype=header.dtype(prefix + "blocks.0.self_attn.q.weight"),
         size_bytes=size_bytes,
+        weights=weights,
     )
 
 
@@ -171,33 +209,23 @@ def _wan_variant(header: _Header, prefix: str) -> str:
     return "2.2 I2V" if in_channels == 36 else "2.1 T2V" if in_channels == 16 else "T2V-like"
 
 
-def _refuse_quantised(name: str, header: _Header, prefix: str) -> None:
-    found = None
-    if "_quantization_metadata" in header.metadata or any(
-        k.endswith(".comfy_quant") for k in header.keys
-    ):
-        found = "comfy_quant"
-    elif prefix + "scaled_fp8" in header.keys or any(
-        k.endswith(".scale_weight") for k in header.keys
-    ):
-        found = "scaled FP8"
-    elif any(k.endswith((".weight_scale", ".input_scale")) for k in header.keys):
-        found = "scaled"
-    dtype = header.dtype(prefix + "blocks.0.self_attn.q.weight")
-    if found is None and dtype not in PLAIN_DTYPES | RAW_FP8_DTYPES:
-        found = dtype
-    if found:
+def _weights(name: str, header: _Header, prefix: str, layers: FP8Layers) -> CheckpointWeights:
+    try:
+        form = stored_format(header, prefix, layers)
+    except ValueError as found:
         raise ValueError(
-            f"{name}: got a {found} quantised checkpoint, need plain weights (BF16, FP16, FP32 or "
-            "unscaled FP8); load this file with ComfyUI's own Load Diffusion Model node"
-        )
+            f"{name}: got a {found} quantised checkpoint, need plain weights (BF16, FP16, FP32) or "
+            "FP8, without scales or with one for a layer or row; load this file with ComfyUI's own "
+            "Load Diffusion Model node"
+        ) from None
+    return CheckpointWeights(prefix, form, layers, estimate(header, prefix, layers, form.extras))
 
 
 def _what_it_is(header: _Header) -> str:
     if not header.keys:
         return "holds no tensors"
     for marker, what in (
-        ("video_patch_proj.weight", "is a MiniMax-H3 model, which is not in this version"),
+        ("video_patch_proj.weight", "is part of a MiniMax-H3 model"),
         ("lora_A.weight", "is a LoRA"),
         ("lora_down.weight", "is a LoRA"),
         ("lora_up.weight", "is a LoRA"),
@@ -207,4 +235,6 @@ def _what_it_is(header: _Header) -> str:
     ):
         if any(key.endswith(marker) for key in header.keys):
             return what
-    return f"is not a Wan model ({len(header.keys)} tensors, such as {min(header.keys)!r})"
+    return (
+        f"is no Wan or MiniMax-H3 model ({len(header.keys)} tensors, such as {min(header.keys)!r})"
+    )

@@ -17,11 +17,11 @@ def apply_sol_attention(model, request: SolAttentionRequest):
             model can't have; before any device work.
     """
     plan = plan_of(model).with_attention(request)
-    adapter = _adapter(model, "Sol Attention")
+    adapter = adapter_of(model, "Sol Attention")
     before = runtime_of(model)
     linear = None if before is None else before.linear
     runtime = AccelerationRuntime(adapter, resolve(request, adapter), linear)
-    return _installed(model.clone(), plan, runtime)
+    return installed(model.clone(), plan, runtime)
 
 
 def apply_fp8_linear(model, request: FP8LinearRequest):
@@ -32,13 +32,13 @@ def apply_fp8_linear(model, request: FP8LinearRequest):
             can't have, or no Linear left to convert; before any device work.
     """
     plan = plan_of(model).with_linear(request)
-    adapter = _adapter(model, "FP8 Linear")
+    adapter = adapter_of(model, "FP8 Linear")
     settings = resolve_linear(request, adapter, model)
     before = runtime_of(model)
     attention = None if before is None else before.attention
     clone = model.clone()
     add_weight_functions(clone, settings)
-    return _installed(clone, plan, AccelerationRuntime(adapter, attention, settings))
+    return installed(clone, plan, AccelerationRuntime(adapter, attention, settings))
 
 
 def runtime_of(model) -> AccelerationRuntime | None:
@@ -46,7 +46,7 @@ def runtime_of(model) -> AccelerationRuntime | None:
     return getattr(model, "attachments", {}).get(KEY)
 
 
-def _adapter(model, node: str) -> ModelAdapter:
+def adapter_of(model, node: str) -> ModelAdapter:
     adapter = find_adapter(model)
     if adapter is None:
         kind = type(model.get_model_object("diffusion_model")).__name__
@@ -54,7 +54,7 @@ def _adapter(model, node: str) -> ModelAdapter:
     return adapter
 
 
-def _installed(clone, plan: AccelerationPlan, runtime: AccelerationRuntime):
+def installed(clone, plan: AccelerationPlan, runtime: AccelerationRuntime):
     """``clone`` with ``runtime`` in place of one that an earlier node of ours put there."""
 
     # Plain functions: ComfyUI of 2025 deep-copies what it finds in model options.

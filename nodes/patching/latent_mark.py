@@ -27,12 +27,20 @@ class LatentMark:
         )
 
 
-def mark_of(latent) -> LatentMark | None:
-    """Mark of a latent tensor, or of the first of a nested one; None for anything else."""
+def mark_of(latent, shapes=None) -> LatentMark | None:
+    """Mark of a latent tensor, or of the first of several; None for anything else.
+
+    Args:
+        latent: a tensor, a nested one, or with ``shapes`` several in one row.
+        shapes: of the tensors that a sampler carries in one row, video first.
+    """
     if getattr(latent, "is_nested", False):
         latent = latent.unbind()[0]
     if not isinstance(latent, torch.Tensor) or latent.numel() == 0:
         return None
+    if shapes is not None and len(shapes) > 1:
+        first = (latent.shape[0], *shapes[0][1:])
+        latent = latent.flatten(1)[:, : math.prod(first[1:])].reshape(first)
     flat = latent.reshape(-1)
     index = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64)
     values = flat[index.long().to(flat.device)].float().cpu().tolist()

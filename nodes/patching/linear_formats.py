@@ -75,13 +75,14 @@ def stored_scales_were_ignored(modules) -> bool:
     Args:
         modules: Linears without a scale of their own; at most the first three are read.
     """
-    if _reads_comfy_quant():
+    if reads_comfy_quant():
         return False
     weights = [m.weight.detach() for m in modules[:3] if not m.weight.is_meta]
     return bool(weights) and all(float(w.float().abs().max()) >= _SCALED_FROM for w in weights)
 
 
-def _reads_comfy_quant() -> bool:
+def reads_comfy_quant() -> bool:
+    """Whether this ComfyUI uses the scales of comfy_quant files (0.3.76 and newer)."""
     try:
         from comfy.ops import mixed_precision_ops  # noqa: F401
     except ImportError:

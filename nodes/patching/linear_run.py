@@ -12,12 +12,15 @@ import torch
 
 from ...kernels import (
     BackendUnavailable,
+    QuantizedRows,
     choose_linear_backend,
     describe_linear,
     fp8_linear,
     quantize_rowwise,
 )
 from .failures import describe_failure, is_interrupt, raise_if_sticky
+from .linear_rows import dequantize_rows, stochastic_rows
+from .linear_share import SharedRows
 
 log = logging.getLogger("hopper_sol")
 # Below it a GEMM is bound by reading the weight, and quantising that costs another two reads.
@@ -35,6 +38,7 @@ class LinearRun:
         self.declined: dict[str, str] = {}
         self.notes: list[str] = []
         self.failed: frozenset[str] = frozenset()
+        self._shared = SharedRows()
         self._lock = threading.Lock()
 
     def converted(self, backend: str, declined: dict[str, str]) -> None:
@@ -61,6 +65,13 @@ class LinearRun:
                 what = describe_failure("FP8 Linear", backend, error)
                 self.notes.append(f"backend {backend!r} failed and was switched off: {what}")
         return f"backend {backend!r} failed"
+
+    def quantized(self, x: torch.Tensor, share: str, backend: str):
+        """``x`` as an operand of fp8_linear: its rows, if other layers may have a use for them."""
+        if not share:
+            self._shared.clear(x.device)
+            return x
+        return self._shared.rows(x, share, backend, lambda: quantize_rowwise(x, backend=backend))
 
     def seal(self) -> dict:
         """The counts as plain data."""
@@ -92,7 +103,11 @@ def counting(run: LinearRun | None):
 
 
 def compute(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grid: float | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    grid: float | None,
+    share: str = "",
 ) -> torch.Tensor:
     """F.linear in FP8 where a backend takes it, else as it is. Always a new tensor.
 
@@ -100,20 +115,75 @@ def compute(
         x: (..., K) bfloat16, float16 or float32.
         weight: (N, K), quantised here; grid: see ``quantize_rowwise``.
         bias: (N,) or None.
+        share: key of ``share_keys``, for a layer whose input others have as well.
     """
+    return _compute(
+        x,
+        weight,
+        bias,
+        share,
+        rows=lambda backend: quantize_rowwise(weight, backend=backend, grid=grid),
+        plain=lambda: weight,
+        reason=_few_rows(x, weight),
+    )
+
+
+def compute_patched(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, seed: int, share: str = ""
+) -> torch.Tensor:
+    """As ``compute``, with the weight rounded as ComfyUI rounds one that it merges a LoRA into.
+
+    For a weight that consists of E4M3 numbers plus a LoRA: see ``stochastic_rows``.
+    """
+    return _compute(
+        x,
+        weight,
+        bias,
+        share,
+        rows=lambda backend: stochastic_rows(weight, seed),
+        plain=lambda: weight,
+        reason=_few_rows(x, weight),
+    )
+
+
+def compute_rows(
+    x: torch.Tensor, weight: QuantizedRows, bias: torch.Tensor | None, share: str = ""
+) -> torch.Tensor:
+    """As ``compute`` for a weight that is kept in FP8: codes (N, K), scale (N, 1).
+
+    With few rows as well: nothing is quantised but the activations, and half as much is read.
+    """
+    return _compute(
+        x,
+        weight.codes,
+        bias,
+        share,
+        rows=lambda backend: weight,
+        plain=lambda: dequantize_rows(weight.codes, weight.scale, x.dtype),
+    )
+
+
+def _few_rows(x, weight) -> str | None:
+    return FEW_ROWS if describe_linear(x, weight).m < MIN_ROWS else None
+
+
+def _compute(x, weight, bias, share, *, rows, plain, reason=None):
+    """``rows(backend)`` and ``plain()`` make the weight; ``reason`` rules FP8 out from the start."""
     # Outside a sampler run nobody reads the counts.
     run = _runs[-1] if _runs else LinearRun()
-    call = describe_linear(x, weight)
-    reason = FEW_ROWS if call.m < MIN_ROWS else None
     if reason is None:
         try:
-            backend, declined = choose_linear_backend(call, exclude=run.failed)
+            backend, declined = choose_linear_backend(
+                describe_linear(x, weight), exclude=run.failed
+            )
         except BackendUnavailable as unavailable:
             reason = unavailable.listed
     if reason is None:
         try:
-            quantized = quantize_rowwise(weight, backend=backend, grid=grid)
-            out = fp8_linear(x, *quantized, bias, backend=backend)
+            out = fp8_linear(
+                run.quantized(x, share, backend), *rows(backend), bias, backend=backend
+            )
+            out = out.to(x.dtype)
         except Exception as error:
             if is_interrupt(error):
                 raise
@@ -123,4 +193,4 @@ def compute(
             run.converted(backend, declined)
             return out
     run.fell_back(reason)
-    return torch.nn.functional.linear(x, weight, bias)
+    return torch.nn.functional.linear(x, plain(), bias)

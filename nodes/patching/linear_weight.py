@@ -18,11 +18,12 @@ _STILL_A_WEIGHT = frozenset({torch.mul, torch.Tensor.mul, torch.Tensor.__mul__})
 class FP8Weight(torch.Tensor):
     """A weight (N, K) that is quantised when a Linear uses it.
 
-    ``grid`` belongs to the class, because torch.compile follows classes but not the attributes of
-    tensors that it makes: see ``fp8_weight_class``.
+    ``grid`` and ``share`` belong to the class, because torch.compile follows classes but not the
+    attributes of tensors that it makes: see ``weight_function``.
     """
 
     grid: float | None = None
+    share: str = ""
     # Nothing to dispatch below: torch.compile traces classes that say so.
     __torch_dispatch__ = torch._C._disabled_torch_dispatch_impl
 
@@ -31,21 +32,22 @@ class FP8Weight(torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func is linear and not _trains(*args, **kwargs):
-                return _fp8_linear(cls.grid, *args, **kwargs)
+                return _fp8_linear(cls, *args, **kwargs)
             out = func(*args, **kwargs)
             if func in _STILL_A_WEIGHT:
                 out = out.as_subclass(FP8Weight)
             return out
 
 
-def weight_function(grid: float | None):
-    """A function for ModelPatcher.add_weight_wrapper.
+def weight_function(grid: float | None, share: str = ""):
+    """A function for ModelPatcher.add_weight_wrapper; ``share``: see ``share_keys``.
 
     A plain function: ComfyUI looks for further attributes on objects. It keeps nothing of the
     model, so that one that stays on a module serves every clone alike.
     """
     # torch.compile has to find the class in a closure.
-    kind = FP8Weight if grid is None else type("FP8Weight", (FP8Weight,), {"grid": grid})
+    own = {"grid": grid, "share": share}
+    kind = FP8Weight if grid is None and not share else type("FP8Weight", (FP8Weight,), own)
 
     def fp8_weight(weight):
         return weight.as_subclass(kind)
@@ -64,9 +66,9 @@ def _trains(input, weight, bias=None) -> bool:
     return torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
 
 
-def _fp8_linear(grid, input, weight, bias=None):
+def _fp8_linear(kind, input, weight, bias=None):
     if isinstance(weight, FP8Weight) and input.dtype in _FLOATS:
-        return _patched_linear(input, weight, bias, grid)
+        return _patched_linear(input, weight, bias, kind.grid, kind.share)
     return linear(input, weight, bias)
 
 
@@ -75,18 +77,18 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 # One op for the whole layer: quantising the weight, counting and falling back happen when it runs
 # and not when torch.compile traces it.
-def _forward(x, weight, bias, grid):
-    return compute(x, weight.as_subclass(torch.Tensor), bias, grid)
+def _forward(x, weight, bias, grid, share):
+    return compute(x, weight.as_subclass(torch.Tensor), bias, grid, share)
 
 
 _patched_linear = torch.library.custom_op(
     "hopper_sol::patched_linear",
     _forward,
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, float? grid) -> Tensor",
+    schema="(Tensor x, Tensor weight, Tensor? bias, float? grid, str share) -> Tensor",
 )
 
 
 @_patched_linear.register_fake
-def _fake(x, weight, bias, grid):
+def _fake(x, weight, bias, grid, share):
     return x.new_empty((*x.shape[:-1], weight.shape[0]))

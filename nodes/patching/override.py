@@ -64,7 +64,7 @@ def make_override(run, previous, seen: CallsSeen | None = None):
         skip_output_reshape=False,
         **kwargs,
     ):
-        def decline():
+        def hand_on(q):
             arguments = {
                 "mask": mask,
                 "attn_precision": attn_precision,
@@ -80,25 +80,28 @@ def make_override(run, previous, seen: CallsSeen | None = None):
         info = options.get(KEY)
         if info is None or info.run is not run:
             run.record.other(OUTSIDE)
-            return decline()
-        run.reached(info)
+            return hand_on(q)
+        run.reached(info, options)
         first = options.get(OVERRIDE, untraced)
         if first is not untraced and seen is not None:
             seen.before_us[name_of(first)] += 1
         if k.shape != q.shape or v.shape != q.shape:
             run.record.other(CROSS_ATTENTION)
-            return decline()
+            return hand_on(q)
+        tokens = q.shape[2] if skip_reshape else q.shape[1]
         layer = info.block if run.needs_block_index else options.get("block_index")
+        if layer is None and tokens != info.tokens and run.adapter.before_blocks:
+            run.record.other(run.adapter.before_blocks)
+            return hand_on(q)
         again = layer is not None and layer == info.last_block
         if again and not (run.adapter.unsupported or run.adapter.nested_blocks):
             # A block's self-attention comes first: a second call of equal length is its text.
             run.record.other(CROSS_ATTENTION)
-            return decline()
+            return hand_on(q)
         info.last_block = layer
         if seen is not None:
             seen.places.add((info.step, layer))
 
-        tokens = q.shape[2] if skip_reshape else q.shape[1]
         head_dim = q.shape[3] if skip_reshape else q.shape[2] // heads
         reason = run.why_dense(info, layer, tokens, head_dim, mask, kwargs)
         if reason is None:
@@ -106,11 +109,17 @@ def make_override(run, previous, seen: CallsSeen | None = None):
                 bthd = [x.transpose(1, 2) for x in (q, k, v)]
             else:  # (B, T, H * D)
                 bthd = [x.unflatten(2, (heads, head_dim)) for x in (q, k, v)]
-            out, reason = run.compute(info, layer, *bthd, kwargs.get("scale"))
+
+            def model_rows(start, stop):
+                rows = q[:, :, start:stop] if skip_reshape else q[:, start:stop]
+                out = hand_on(rows)
+                return out.transpose(1, 2) if skip_output_reshape else out.unflatten(2, (heads, -1))
+
+            out, reason = run.compute(info, layer, *bthd, kwargs.get("scale"), model_rows)
             if out is not None:
                 return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
         run.record.dense(reason, info.step, layer)
-        return decline()
+        return hand_on(q)
 
     # Decisions here depend on step and block; traced, they would recompile for each of them.
     untraced = torch.compiler.disable(override)
@@ -118,7 +127,7 @@ def make_override(run, previous, seen: CallsSeen | None = None):
 
 
 def _with_block_index(patches_replace: dict, num_blocks: int) -> dict:
-    """A copy of ``patches_replace`` whose Wan blocks note their index, over what is there."""
+    """A copy of ``patches_replace`` whose blocks note their index, over what is there."""
 
     def noting(index: int, existing):
         def patch(args, extra):

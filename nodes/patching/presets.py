@@ -15,6 +15,8 @@ CUSTOM = "custom"
 # - few-step models (Lightning and other distilled ones) make up for an error of one step in few
 #   others: two layers stay dense, and with 4 steps the threshold is lower. dense_steps -1 is 2 of 8
 #   and 1 of 4, and of two models in turn 1 for the first and none for the second.
+# - turbo models (MiniMax-H3's) also keep their last step: there the fine structure and the end of
+#   the sound are settled. Their one model sees the whole schedule, so the steps are plain numbers.
 _BALANCED = {
     "tau": 1.0,
     "estimator": "auto",
@@ -39,6 +41,14 @@ PRESETS: dict[str, dict[str, object]] = {
     "fast": {**_BALANCED, "tau": 1.5},
     "few-step 8": {**_BALANCED, "dense_layers": "0-1"},
     "few-step 4": {**_BALANCED, "tau": 0.75, "dense_layers": "0-1"},
+    "turbo-8": {**_BALANCED, "dense_steps": 2, "dense_last_steps": 1, "dense_layers": "0-1"},
+    "turbo-4": {
+        **_BALANCED,
+        "tau": 0.75,
+        "dense_steps": 1,
+        "dense_last_steps": 1,
+        "dense_layers": "0-1",
+    },
 }
 
 

@@ -38,6 +38,7 @@ class RunRecorder:
         self.batch_sizes: Counter[int] = Counter()
         self.sparse_calls = 0
         self.fp8_calls = 0
+        self.row_calls = 0
         self.dense_calls: Counter[str] = Counter()
         self.other_calls: Counter[str] = Counter()
         self.backends: Counter[str] = Counter()
@@ -80,12 +81,16 @@ class RunRecorder:
         with self._lock:
             self.declined.update(reasons)
 
-    def sparse(self, stats, out: torch.Tensor, step: int, layer: int) -> None:
-        """A self-attention call was computed by us; ``stats`` is its SolAttnStats."""
+    def sparse(self, stats, out: torch.Tensor, step: int, layer: int, rows: int = 0) -> None:
+        """A self-attention call was computed by us; ``stats`` is its SolAttnStats.
+
+        rows: queries of it that the model's own attention computed.
+        """
         fp8 = stats.precision == "fp8"
         with self._lock:
             self.sparse_calls += 1
             self.fp8_calls += fp8
+            self.row_calls += rows > 0
             self.backends[stats.backend] += 1
             self.precisions[stats.precision] += 1
             if stats.cast_from is not None:
@@ -130,6 +135,7 @@ class RunRecorder:
             "self_attention_calls": self.sparse_calls + sum(self.dense_calls.values()),
             "sparse_calls": self.sparse_calls,
             "fp8_calls": self.fp8_calls,
+            "row_calls": self.row_calls,
             "dense_calls": dict(self.dense_calls.most_common()),
             "other_calls": dict(self.other_calls.most_common()),
             "backend": dict(self.backends),

@@ -83,6 +83,11 @@ def _attention_lines(run: dict) -> list[str]:
     )
     for reason, count in run["dense_calls"].items():
         lines.append(f"  dense     {count} calls: {reason}")
+    if run["row_calls"]:
+        lines.append(
+            f"  rows      {run['row_calls']} sparse calls left the rows of conditioning tokens to the "
+            "model's own attention"
+        )
     idle = sum(1 for row in run["map"] if all(value is None for value in row))
     if run["status"] == "finished" and idle:
         lines.append(f"  skipped   {idle} of {run['steps']} steps made no attention call")

@@ -24,6 +24,7 @@ class AttentionSettings:
     Attributes:
         request: the node's inputs with their "auto" filled in, layer texts as given.
         sparse: settings of a layer outside fp8_layers; fp8: inside.
+        sinks: what conditioning tokens are, "auto" filled in; the request keeps what was asked for.
         dense_layers, fp8_layers: block indices.
         notes: options that have nothing to act on here, in words.
     """
@@ -31,6 +32,7 @@ class AttentionSettings:
     request: SolAttentionRequest
     sparse: SolAttnConfig
     fp8: SolAttnConfig
+    sinks: str
     dense_layers: frozenset[int]
     fp8_layers: frozenset[int]
     notes: tuple[str, ...] = ()
@@ -122,6 +124,7 @@ def resolve(request: SolAttentionRequest, adapter: ModelAdapter) -> AttentionSet
         request=request,
         sparse=config,
         fp8=replace(config, precision=fp8),
+        sinks=_auto(request.sinks, adapter.default_sinks),
         dense_layers=parse_layers("dense_layers", request.dense_layers, adapter.num_blocks),
         fp8_layers=parse_layers("fp8_layers", request.fp8_layers, adapter.num_blocks),
         notes=tuple(notes),

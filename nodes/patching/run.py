@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -38,12 +38,14 @@ from .steps import FROM_NOISE_PERCENT, StepPolicy
 
 log = logging.getLogger("hopper_sol")
 DENSE_LAYER = "dense layer"
+_BLOCK = 64  # tokens of a query block, as stats count them
 
 
 @dataclass
 class ForwardInfo:
     """What holds for one forward of the diffusion model; travels in transformer_options.
 
+    layout holds the sinks; dense_rows are the tokens whose own attention is exact as well.
     block is the running block where ComfyUI does not publish it; last_block the one whose
     self-attention came by last, which tells an equally long cross-attention apart.
     """
@@ -53,6 +55,8 @@ class ForwardInfo:
     layout: TokenLayout
     tokens: int
     why_dense: str | None
+    sequence: TokenSequence | None = None
+    dense_rows: tuple[tuple[int, int], ...] = ()
     block: int | None = None
     last_block: int | None = None
     batch: int = 1
@@ -66,7 +70,15 @@ class ForwardInfo:
 class SolAttentionRun:
     """One sampler run."""
 
-    def __init__(self, settings: AttentionSettings, adapter: ModelAdapter, guider, noise, sigmas):
+    def __init__(
+        self,
+        settings: AttentionSettings,
+        adapter: ModelAdapter,
+        guider,
+        noise,
+        sigmas,
+        latent_shapes=None,
+    ):
         request = settings.request
         patcher = guider.model_patcher
         sampling = patcher.get_model_object("model_sampling")
@@ -87,7 +99,7 @@ class SolAttentionRun:
         self.sigma = self.steps.sigmas[0] if self.steps.sigmas else 0.0
         self._failed: set[str] = set()
         self._orders: dict = {}
-        self._conditioning: set[tuple[int, int]] = set()  # tokens (before, after) the video seen
+        self._conditioning: set[tuple] = set()  # what stood beside the video, each noted once
         self._lock = threading.Lock()
         prompt_id, node_id = executing()
         self.record = RunRecorder(
@@ -103,7 +115,7 @@ class SolAttentionRun:
             },
         )
         self.record.notes += settings.notes
-        self._check_before_sampling(noise)
+        self._check_before_sampling(noise, latent_shapes)
         log.info("Sol Attention: %s; %s", adapter.name, self.record.header["plan"])
 
     # -- before and after ------------------------------------------------------------------------
@@ -137,11 +149,14 @@ class SolAttentionRun:
         why = " (begins below full noise: no automatic dense steps)" if self.steps.continues else ""
         return f"{self.steps.describe()}{why}; dense layers {layers}"
 
-    def _check_before_sampling(self, noise) -> None:
+    def _check_before_sampling(self, noise, latent_shapes) -> None:
         """With on_decline=error, raise before any GPU work what would decline every call."""
-        if self.settings.request.on_decline != "error" or noise is None or noise.dim() != 5:
+        if self.settings.request.on_decline != "error" or noise is None:
             return
-        t, h, w = self.adapter.grid(tuple(noise.shape))
+        shape = self.adapter.video_shape(tuple(noise.shape), {"latent_shapes": latent_shapes})
+        if shape is None:
+            return
+        t, h, w = self.adapter.grid(shape)
         if t * h * w < self.settings.request.min_tokens:
             return
         if all(self.steps.why_dense(sigma) for sigma in self.steps.sigmas[:-1]):
@@ -169,57 +184,80 @@ class SolAttentionRun:
     # -- one forward -----------------------------------------------------------------------------
 
     def begin_forward(self, latent: torch.Tensor, inputs: Mapping | None = None) -> ForwardInfo:
-        """Decide what holds for a whole forward on ``latent`` (B, C, T, H, W).
+        """Decide what holds for a whole forward on ``latent``, as the sampler carries it.
 
         inputs: the forward's conditioning by name, as ComfyUI hands it to the model.
         """
         inputs = {} if inputs is None else inputs
         step = self.steps.index(self.sigma)
         self.record.evaluation()
-        if latent.dim() != 5:
+        shape = self.adapter.video_shape(tuple(latent.shape), inputs)
+        if shape is None:
             why = f"the latent has {latent.dim()} dimensions, need 5"
             return ForwardInfo(self, step, TokenLayout(), 0, why)
-        sequence = self.adapter.sequence(tuple(latent.shape), inputs)
+        info = ForwardInfo(self, step, TokenLayout(), 0, None, batch=latent.shape[0])
+        self._settle(info, self.adapter.sequence(shape, inputs), _text_tokens(inputs))
+        return info
+
+    def _settle(self, info: ForwardInfo, sequence: TokenSequence, text_tokens: int | None) -> None:
+        """Fill in what follows from where the tokens of a forward lie."""
         tokens = sequence.tokens
         min_tokens = self.settings.request.min_tokens
         why = self.adapter.unsupported
         if why is None and tokens < min_tokens:
             why = f"{tokens} tokens < min_tokens {min_tokens}"
-        if why is None and self.adapter.nested_blocks and _text_tokens(inputs) == tokens:
+        if why is None and self.adapter.nested_blocks and text_tokens == tokens:
             why = (
                 f"{tokens} tokens, as many as the text has: nothing tells the two attentions apart"
             )
-        why = why or self.steps.why_dense(self.sigma)
-        return ForwardInfo(self, step, self._layout(sequence), tokens, why, batch=latent.shape[0])
-
-    def _layout(self, sequence: TokenSequence) -> TokenLayout:
-        """The token layout of a forward; conditioning stays exact unless ``sinks`` says otherwise."""
-        sinks = self.settings.request.sinks
-        conditioning = sequence.conditioning
-        key = (sequence.before, sequence.after)
-        with self._lock:
-            if conditioning and key not in self._conditioning and not self.adapter.unsupported:
-                self._conditioning.add(key)
-                places = ((key[0], "in front of"), (key[1], "behind"))
-                where = " and ".join(f"{n} {place}" for n, place in places if n)
-                how = {
-                    "off": "are treated like the video",
-                    "kv_and_rows": "are exact, and so is their own attention",
-                }.get(sinks, "are exact for every token")
-                words = self.adapter.prefix_words
-                self.record.notes.append(f"{words}: {where} the video; they {how}")
-        return TokenLayout(
+        info.why_dense = why or self.steps.why_dense(self.sigma)
+        info.sequence, info.tokens = sequence, tokens
+        sinks, conditioning = self.settings.sinks, sequence.conditioning
+        audio = () if sequence.audio is None else (sequence.audio,)
+        info.dense_rows = {"kv_and_rows": conditioning, "audio_rows": audio}.get(sinks, ())
+        info.layout = TokenLayout(
             sink_kv=() if sinks == "off" else conditioning,
-            dense_q=conditioning if sinks == "kv_and_rows" else (),
             video=sequence.video,
             grid=sequence.grid,
         )
 
-    def reached(self, info: ForwardInfo) -> None:
-        """An attention call of the forward came by; counts the forward once."""
-        if not info.begun:
-            info.begun = True
-            self.record.forward(info.tokens, info.batch)
+    def _note_conditioning(self, sequence: TokenSequence) -> None:
+        """Say once what stands beside the video and how it is treated."""
+        key = (sequence.before, sequence.after, sequence.parts)
+        if not sequence.conditioning or self.adapter.unsupported:
+            return
+        with self._lock:
+            if key in self._conditioning:
+                return
+            self._conditioning.add(key)
+        parts = ", ".join(f"{n} {what}" for what, n in sequence.parts)
+        places = (
+            (sequence.before, f"{f' ({parts})' if parts else ''} in front of"),
+            (sequence.after, " behind"),
+        )
+        where = " and ".join(f"{n}{place}" for n, place in places if n)
+        how = {
+            "off": "are treated like the video",
+            "kv_and_rows": "are exact, and so is their own attention",
+        }.get(self.settings.sinks, "are exact for every token")
+        if self.settings.sinks == "audio_rows" and sequence.audio is not None:
+            how += ", and so is the attention of the audio"
+        self.record.notes.append(f"{self.adapter.prefix_words}: {where} the video; they {how}")
+
+    def reached(self, info: ForwardInfo, options: Mapping | None = None) -> None:
+        """An attention call of the forward came by; the first one counts the forward.
+
+        options: the call's transformer_options, where a newer ComfyUI says how tokens lie.
+        """
+        if info.begun:
+            return
+        info.begun = True
+        published = self.adapter.published(options or {})
+        if published is not None and published != info.sequence:
+            self._settle(info, published, None)
+        if info.sequence is not None:
+            self._note_conditioning(info.sequence)
+        self.record.forward(info.tokens, info.batch)
 
     def token_order(self, info: ForwardInfo, device) -> torch.Tensor | None:
         """(T,) int64 on ``device``: the token at each position; None for raster order. Kept for the
@@ -263,10 +301,26 @@ class SolAttentionRun:
             return DENSE_LAYER
         return _why_not_head_dim(head_dim)
 
-    def compute(self, info: ForwardInfo, layer: int, q, k, v, scale):
-        """Our attention of (B, T, H, 128) tensors: (output, None) or (None, reason)."""
+    def rows_in_kernel(self, layer: int) -> bool:
+        """Whether the kernel computes the dense rows of a layer, close enough to dense attention.
+
+        FP8 rounds keys and values, so those rows are left to the model's own attention.
+        """
+        return self.settings.config(layer).precision == "bf16"
+
+    def compute(self, info: ForwardInfo, layer: int, q, k, v, scale, model_rows=None):
+        """Our attention of (B, T, H, 128) tensors: (output, None) or (None, reason).
+
+        model_rows: (start, stop) -> (B, stop - start, H, 128), the model's own attention of the
+            queries start .. stop to all keys; used for dense rows that the kernel leaves to it.
+        """
         config = self.settings.config(layer)
-        call = SolAttnCall(tuple(q.shape), q.dtype, device_facts(q.device), config, info.layout)
+        rows = () if model_rows is None or self.rows_in_kernel(layer) else info.dense_rows
+        if rows:  # the op need not compute those in front
+            layout = replace(info.layout, skip_q=rows[0][1] if rows[0][0] == 0 else 0)
+        else:
+            layout = replace(info.layout, dense_q=info.dense_rows)
+        call = SolAttnCall(tuple(q.shape), q.dtype, device_facts(q.device), config, layout)
         try:
             name, declined = choose_backend(call, exclude=frozenset(self._failed))
         except BackendUnavailable as unavailable:
@@ -280,7 +334,7 @@ class SolAttentionRun:
                 k,
                 v,
                 config=config,
-                layout=info.layout,
+                layout=layout,
                 scale=scale,
                 order=self.token_order(info, q.device),
                 backend=name,
@@ -288,9 +342,15 @@ class SolAttentionRun:
             )
         except Exception as error:
             return None, self._failure(name, error, q.device)
+        for start, stop in rows:
+            # The op's output has its correction for centred values; these rows never saw any.
+            out[:, start:stop] = model_rows(start, stop)
+            # Whole blocks of them are exact, whatever the op made of them.
+            blocks = slice(-(-start // _BLOCK), stop // _BLOCK)
+            stats.exact_blocks[:, :, blocks] = stats.num_kv_blocks
         # The op was asked for one backend by name; who was passed over for it is known here.
         self.record.note_declined(declined)
-        self.record.sparse(stats, out, info.step, layer)
+        self.record.sparse(stats, out, info.step, layer, rows=sum(b - a for a, b in rows))
         return out, None
 
     def _declined(self, reason: str) -> str:

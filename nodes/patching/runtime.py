@@ -53,16 +53,18 @@ class AccelerationRuntime:
         guider = executor.class_obj
         noise = kwargs.get("noise", args[0] if args else None)
         sigmas = kwargs.get("sigmas", args[3] if len(args) > 3 else None)
+        # Of a newer ComfyUI: what it carries in one row, such as video and audio.
+        shapes = kwargs.get("latent_shapes", args[8] if len(args) > 8 else None)
         run = None
         if self.attention is not None:
-            run = SolAttentionRun(self.attention, self.adapter, guider, noise, sigmas)
+            run = SolAttentionRun(self.attention, self.adapter, guider, noise, sigmas, shapes)
         linear = None if self.linear is None else LinearRun()
         record = run or self._plain_record(sigmas)
         status, error, mark = "failed", None, None
         try:
             with self._attending(run, guider), counting(linear):
                 result = executor(*args, **kwargs)
-            status, mark = "finished", mark_of(result)
+            status, mark = "finished", mark_of(result, shapes)
             return result
         except BaseException as exception:
             error = f"{type(exception).__name__}: {exception}".strip(": ")

@@ -55,6 +55,26 @@ export const PRESETS = {
     "start_percent": 0.0,
     "end_percent": 1.0,
     "dense_layers": "0-1"
+  },
+  "turbo-8": {
+    "tau": 1.0,
+    "estimator": "auto",
+    "precision": "auto",
+    "dense_steps": 2,
+    "dense_last_steps": 1,
+    "start_percent": 0.0,
+    "end_percent": 1.0,
+    "dense_layers": "0-1"
+  },
+  "turbo-4": {
+    "tau": 0.75,
+    "estimator": "auto",
+    "precision": "auto",
+    "dense_steps": 1,
+    "dense_last_steps": 1,
+    "start_percent": 0.0,
+    "end_percent": 1.0,
+    "dense_layers": "0-1"
   }
 };
 

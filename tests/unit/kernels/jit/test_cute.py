@@ -106,9 +106,17 @@ def test_another_cutlass(monkeypatch, tmp_path):
     other.__file__ = str(tmp_path / "cutlass.py")
     monkeypatch.setitem(sys.modules, "cutlass", other)
     monkeypatch.delitem(sys.modules, "cutlass.cute", raising=False)
-    with pytest.raises(ImportError, match="is not the CuTe DSL") as caught:
+    with pytest.raises(ImportError, match="no CuTe DSL in cutlass, which is ") as caught:
         cute._import_dsl()
     assert other.__file__ in str(caught.value)
+
+
+def test_no_cutlass(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "cutlass"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ImportError, match="which is None: No module named 'cutlass'"):
+        cute._import_dsl()
 
 
 class Plain:

@@ -211,7 +211,7 @@ def test_entry_that_does_not_link_is_made_again(process, toolchain, kernel, mess
 
 def test_failing_compile(process, toolchain, kernel):
     def build(options):
-        raise ValueError("no such layout\nwith a long story")
+        raise ValueError("\n\x1b[91m\x1b[1merror:\x1b[0m no such layout\nwith a long story")
 
     kernels = process()
     with pytest.raises(jit.KernelBuildError) as caught:
@@ -221,7 +221,7 @@ def test_failing_compile(process, toolchain, kernel):
     assert isinstance(error.__cause__, ValueError)
     first, second = str(error).splitlines()
     assert first == (
-        "can't compile scale_fp8: ValueError: no such layout; "
+        "can't compile scale_fp8: ValueError: error: no such layout; "
         "choose another backend, the others do without it"
     )
     assert second == "with a long story"

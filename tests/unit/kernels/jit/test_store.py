@@ -1,6 +1,7 @@
 """Files of compiled kernels."""
 
 import os
+import stat
 import time
 
 import pytest
@@ -56,6 +57,15 @@ def test_discard(tmp_path):
 def test_writing_leaves_nothing_else(tmp_path):
     Store([tmp_path]).write(entry(), b"code")
     assert [path.name for path in tmp_path.iterdir()] == [entry().file_name]
+
+
+def test_others_may_read_but_not_write(tmp_path):
+    """One user fills a folder, another uses it."""
+    path = Store([tmp_path / "new"]).write(entry(), b"code")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o777 & ~umask
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
