@@ -137,7 +137,9 @@ def test_order_and_declines(with_triton):
     assert registry.list_backends("sol_attention") == ("sm90", "triton", "reference")
     chosen, declined = registry.select("sol_attention", call())
     assert chosen.name == "triton"
-    assert declined == {"sm90": "needs the Python module 'nvidia_cutlass_dsl', which is not installed"}
+    assert declined == {
+        "sm90": "needs the Python module 'nvidia_cutlass_dsl', which is not installed"
+    }
     assert "needs a cuda device" in why_not(call(CPU), "triton")
     assert why_not(call(DeviceFacts("cuda", "NVIDIA V100", (7, 0))), "triton") is not None
     assert why_not(call(DeviceFacts("cuda", "AMD MI300X", is_rocm=True)), "triton") is not None
