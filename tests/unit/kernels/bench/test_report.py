@@ -64,10 +64,7 @@ def test_rendered_tables(results):
     assert "| backend | precision | tau | density | total ms | quartiles |" in text
     assert f"| {row['total_ms']:.4g} | {row['p25_ms']:.4g} - {row['p75_ms']:.4g} |" in text
     assert "No times for peer:none bf16: ImportError: not here" in text
-    assert (
-        "| layer | backend | quantise | TB/s | GEMM |" in text
-        and "| tiny | reference |" in text
-    )
+    assert "| layer | backend | quantise | TB/s | GEMM |" in text and "| tiny | reference |" in text
     assert "No times for triton fp8 tiny: declined: needs a cuda device" in text
 
 
