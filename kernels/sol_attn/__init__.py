@@ -6,7 +6,7 @@ import torch
 
 from ..registry import Backend, register
 from ..requirements import Requirements
-from . import reference_backend, sm90_rules, triton_rules
+from . import reference_backend, rules, sm90_rules, triton_rules
 from .config import HEAD_DIM, SolAttnCall, SolAttnConfig, SolAttnStats, TokenLayout
 from .op import (
     OP,
@@ -57,7 +57,7 @@ register(
             systems=frozenset({"Linux"}),
         ),
         rules=(sm90_rules.unsupported_option,),
-        auto_rules=(triton_rules.slower_than_dense,),
+        auto_rules=(rules.slower_than_dense,),
         defaults=sm90_rules.defaults,
     ),
 )
@@ -73,7 +73,7 @@ register(
             modules=("triton",),
         ),
         rules=(triton_rules.unsupported_option,),
-        auto_rules=(triton_rules.slower_than_dense,),
+        auto_rules=(rules.slower_than_dense,),
         defaults=triton_rules.defaults,
     ),
 )

@@ -5,8 +5,10 @@ import functools
 import torch
 
 from .config import SolAttnCall, num_blocks
+from .rules import unsupported_call, unsupported_fp8
 from .sm90_variant import CONSUMERS
-from .triton_rules import MAX_BLOCKS, MAX_HEADS, MAX_RANGES
+
+KERNELS = "the SM90 kernels"
 
 
 def defaults(call: SolAttnCall) -> tuple[tuple[str, str], ...]:
@@ -16,28 +18,13 @@ def defaults(call: SolAttnCall) -> tuple[tuple[str, str], ...]:
 
 def unsupported_option(call: SolAttnCall) -> str | None:
     """Options and sizes that the kernel or its preparation does not have."""
-    config, layout = call.config, call.layout
-    if config.block_skip is not None:
-        return "block_skip is not in the SM90 kernel"
-    for name, ranges in (("sink_kv", layout.sink_kv), ("dense_q", layout.dense_q)):
-        if len(ranges) > MAX_RANGES:
-            return f"{name} has {len(ranges)} ranges, the SM90 backend takes {MAX_RANGES}"
-    if num_blocks(call.tokens) > MAX_BLOCKS:
-        return f"{call.tokens} tokens, the SM90 backend takes {MAX_BLOCKS * 64}"
-    heads = call.shape[0] * call.shape[2]
-    if heads > MAX_HEADS:
-        return f"batch times heads is {heads}, the SM90 backend takes {MAX_HEADS}"
-    if config.precision == "bf16":
-        return None
-    if config.qk_dtype != "e4m3":
-        return f"qk_dtype {config.qk_dtype!r} is not in the SM90 kernel, which has e4m3"
-    if config.exp_mode != "exp2":
-        return f"exp_mode {config.exp_mode!r} is not in the SM90 kernel, which has exp2"
-    if config.probability_scale != 256:
-        return f"probability_scale {config.probability_scale:g} is not in the SM90 kernel, which has 256"
+    config = call.config
+    reason = unsupported_call(call, KERNELS)
+    if reason or config.precision == "bf16":
+        return reason
     if config.k_smoothing == "block":
-        return "k_smoothing 'block' is not in the SM90 kernel, which has none and mean"
-    return None
+        return f"k_smoothing 'block' is not in {KERNELS}, which have none and mean"
+    return unsupported_fp8(config, KERNELS)
 
 
 def choose_splits(shape: tuple[int, int, int, int], device: torch.device) -> int:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .config import BLOCK_SIZE, HEAD_DIM, TokenLayout, TokenRange, num_blocks
 from .reference import SIGMA_FLOOR
-from .triton_rules import MAX_RANGES
+from .rules import MAX_RANGES
 
 # Query blocks per program, pipeline stages, and the shared memory that takes; a GPU that allows less
 # (SM86, SM89, SM120) gets the second line.

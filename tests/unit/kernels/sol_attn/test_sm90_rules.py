@@ -24,16 +24,16 @@ def call(device=H100, *, shape=(1, 4096, 8, 128), layout=None, dtype=BF16, **set
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"block_skip": 0.1, "precision": "bf16"}, "block_skip is not in the SM90 kernel"),
-        ({"qk_dtype": "int8"}, "qk_dtype 'int8' is not in the SM90 kernel, which has e4m3"),
-        ({"exp_mode": "mixed"}, "exp_mode 'mixed' is not in the SM90 kernel, which has exp2"),
+        ({"block_skip": 0.1, "precision": "bf16"}, "block_skip is not in the SM90 kernels"),
+        ({"qk_dtype": "int8"}, "qk_dtype 'int8' is not in the SM90 kernels, which have e4m3"),
+        ({"exp_mode": "mixed"}, "exp_mode 'mixed' is not in the SM90 kernels, which have exp2"),
         (
             {"probability_scale": 1.0},
-            "probability_scale 1 is not in the SM90 kernel, which has 256",
+            "probability_scale 1 is not in the SM90 kernels, which have 256",
         ),
         (
             {"k_smoothing": "block"},
-            "k_smoothing 'block' is not in the SM90 kernel, which has none and mean",
+            "k_smoothing 'block' is not in the SM90 kernels, which have none and mean",
         ),
     ],
     ids=["skip", "int8", "mixed", "scale", "block"],
@@ -69,12 +69,12 @@ def test_ranges_and_sizes():
     for name in ("sink_kv", "dense_q"):
         assert unsupported_option(call(layout=TokenLayout(**{name: ranges[:4]}))) is None
         reason = unsupported_option(call(layout=TokenLayout(**{name: ranges})))
-        assert reason == f"{name} has 5 ranges, the SM90 backend takes 4"
+        assert reason == f"{name} has 5 ranges, the SM90 kernels take 4"
     assert unsupported_option(call(shape=(1, 64 * 32_767, 1, 128))) is None
     reason = unsupported_option(call(shape=(1, 64 * 32_767 + 1, 1, 128)))
-    assert reason == "2097089 tokens, the SM90 backend takes 2097088"
+    assert reason == "2097089 tokens, the SM90 kernels take 2097088"
     reason = unsupported_option(call(shape=(2**12, 64, 16, 128)))
-    assert reason == "batch times heads is 65536, the SM90 backend takes 65535"
+    assert reason == "batch times heads is 65536, the SM90 kernels take 65535"
 
 
 def test_default_precision():

@@ -6,14 +6,13 @@ import torch
 from hopper_sol.kernels import registry, requirements, why_not
 from hopper_sol.kernels.arch import DeviceFacts
 from hopper_sol.kernels.sol_attn.config import SolAttnCall, SolAttnConfig, TokenLayout
-from hopper_sol.kernels.sol_attn.triton_rules import (
+from hopper_sol.kernels.sol_attn.rules import (
     MAX_BLOCKS,
     MAX_HEADS,
     MAX_RANGES,
-    defaults,
     slower_than_dense,
-    unsupported_option,
 )
+from hopper_sol.kernels.sol_attn.triton_rules import defaults, unsupported_option
 
 BF16 = torch.bfloat16
 A100 = DeviceFacts("cuda", "NVIDIA A100", (8, 0))
@@ -56,7 +55,7 @@ def test_default_precision_is_fp8_where_the_gpu_has_it(device, precision):
         ),
         (
             {"precision": "fp8", "probability_scale": 1.0},
-            "probability_scale 1 is not in the kernels, which have 256",
+            "probability_scale 1 is not in the Triton kernels, which have 256",
         ),
     ],
     ids=["skip-bf16", "skip-fp8", "int8", "expcast", "mixed", "scale"],
