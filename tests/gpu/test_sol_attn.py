@@ -505,11 +505,11 @@ def test_logits_that_grow_along_the_sequence():
     for backend in IMPLEMENTATIONS:
         attention = backend_or_skip(backend)
         q, k, v = normal(4171)
-        # One channel, and numbers that every format holds: a step of 1.4 from block to block, which
-        # are taken from the last one on.
+        # One channel, one number a block, which every format holds: a step of 1.4 from block to block,
+        # and the last block, the lowest, is taken first.
         q, k = torch.zeros_like(q), torch.zeros_like(k)
         q[..., 0] = 1
-        steps = 16 * (torch.arange(4171, device=DEVICE) // 64).flip(0)
+        steps = 16 * (65 - torch.arange(4171, device=DEVICE) // 64)
         k[..., 0] = steps[None, :, None].to(BF16)
         mask = random_mask(4171, share=2.0)
         for precision in PRECISIONS:
