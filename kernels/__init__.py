@@ -17,6 +17,7 @@ from .fp8_linear import (
     why_not_linear,
 )
 from .sol_attn import (
+    BLOCK_SIZE,
     HEAD_DIM,
     SolAttnCall,
     SolAttnConfig,
@@ -33,6 +34,7 @@ from .sol_attn import (
 )
 
 __all__ = [
+    "BLOCK_SIZE",
     "HEAD_DIM",
     "BackendUnavailable",
     "DeviceFacts",

@@ -7,7 +7,7 @@ import torch
 from ..registry import Backend, register
 from ..requirements import Requirements
 from . import reference_backend, rules, sm90_rules, triton_rules
-from .config import HEAD_DIM, SolAttnCall, SolAttnConfig, SolAttnStats, TokenLayout
+from .config import BLOCK_SIZE, HEAD_DIM, SolAttnCall, SolAttnConfig, SolAttnStats, TokenLayout
 from .op import (
     OP,
     check_inputs,
@@ -90,6 +90,7 @@ register(
 )
 
 __all__ = [
+    "BLOCK_SIZE",
     "HEAD_DIM",
     "SolAttnCall",
     "SolAttnConfig",

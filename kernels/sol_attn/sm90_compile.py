@@ -10,7 +10,7 @@ from .sm90_kernel import SolAttnSm90
 from .sm90_variant import Variant
 
 
-def compile_variant(variant: Variant, options: str = "--enable-tvm-ffi", **switches):
+def compile_variant(variant: Variant, options: str = "--enable-tvm-ffi"):
     """The callable of ``SolAttnSm90`` for torch tensors; needs no GPU. See there for arguments."""
     dtype = cutlass.Uint8 if variant.fp8 else cutlass.BFloat16
     per_16_bytes = 16 if variant.fp8 else 8  # TMA wants strides of whole 16 bytes
@@ -48,7 +48,7 @@ def compile_variant(variant: Variant, options: str = "--enable-tvm-ffi", **switc
     order = make_fake_tensor(cutlass.Int64, (cute.sym_int32(),), (1,), assumed_align=8)
     counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
     return cute.compile(
-        SolAttnSm90(variant, **switches),
+        SolAttnSm90(variant),
         *(rows(), rows(), values(), rows(), values()),
         *(per_head() for _ in range(5)),
         *(words, order, out, per_head(), per_head(Int32), counter),

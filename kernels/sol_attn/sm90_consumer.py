@@ -38,7 +38,6 @@ class ConsumerMixin:
         s_q,
         s_k,
         s_v,
-        s_ones,
         out_storage,
         label,
         item_of,
@@ -67,11 +66,6 @@ class ConsumerMixin:
         tile = pv.make_fragment_C(pv.partition_shape_C((BLOCK_SIZE, self.v_rows)))
         if const_expr(not self.fp8):
             acc = cute.make_tensor(tile.iterator, cute.make_layout(64))
-        frag_ones, ones_acc = frag_v, tile
-        if const_expr(self.sums == "apart"):
-            ones = self.ones_mma().get_slice(thread)
-            frag_ones = ones.make_fragment_B(ones.partition_B(s_ones))
-            ones_acc = ones.make_fragment_C(ones.partition_shape_C((BLOCK_SIZE, 8)))
         s_acc = qk.make_fragment_C(qk.partition_shape_C((BLOCK_SIZE, BLOCK_SIZE)))
         scores = cute.make_tensor(s_acc.iterator, cute.make_layout(32))
         packed = cute.make_rmem_tensor(
@@ -123,9 +117,9 @@ class ConsumerMixin:
                         self.softmax_of_summaries(
                             scores, factor, Float32(FULL_BLOCK_BITS), state, acc, packed
                         )
-                        self.issue_pv(packed, frag_v, frag_ones, slot, tile, ones_acc)
+                        self.issue_pv(packed, frag_v, slot, tile)
                         warpgroup.wait_group(0)
-                        self.take_pv(acc, tile, ones_acc, state)
+                        self.take_pv(acc, tile, state)
                     low, high = next_low, next_high
                     self.arrive(empty + slot)
                     slot += 1
@@ -145,7 +139,7 @@ class ConsumerMixin:
                     self.multiply_qk(q_tile, frag_k, slot, s_acc)
                     self.mask_tail(scores, tag >> OWNER_BITS, tokens, pair)
                     self.softmax(scores, factor, Float32(0.0), state, acc, packed)
-                    self.issue_pv(packed, frag_v, frag_ones, slot, tile, ones_acc)
+                    self.issue_pv(packed, frag_v, slot, tile)
                     # Look at the next slot while the products run. It can't be waiting for this
                     # one to be freed: what it holds next has its own place in the ring. BF16 has
                     # few slots, and gives this one back first.
@@ -157,7 +151,7 @@ class ConsumerMixin:
                     if const_expr(self.fp8):
                         warpgroup.wait_group(0)
                         self.arrive(empty + slot)
-                    self.take_pv(acc, tile, ones_acc, state)
+                    self.take_pv(acc, tile, state)
                 else:
                     self.arrive(empty + slot)
                     cute.arch.mbarrier_wait(full + ahead, phase_ahead)
@@ -198,39 +192,24 @@ class ConsumerMixin:
         warpgroup.wait_group(0)
 
     @cute.jit
-    def issue_pv(self, packed, frag_v, frag_ones, slot, tile, ones_acc):
-        """Start P V of one tile, and row sums where the tensor core makes them."""
+    def issue_pv(self, packed, frag_v, slot, tile):
+        """Start P V of one tile, and in FP8 the row sums."""
         mma = self.pv_mma()
         steps = const_expr(cute.size(frag_v, mode=[2]))
         warpgroup.fence()
         for step in cutlass.range_constexpr(steps):
             mma.set(Field.ACCUMULATE, not self.fp8 or step != 0)
             cute.gemm(mma, tile, packed[None, None, step], frag_v[None, None, step, slot], tile)
-        if const_expr(self.sums == "apart"):
-            ones = self.ones_mma()
-            for step in cutlass.range_constexpr(steps):
-                ones.set(Field.ACCUMULATE, step != 0)
-                cute.gemm(
-                    ones,
-                    ones_acc,
-                    packed[None, None, step],
-                    frag_ones[None, None, step, 0],
-                    ones_acc,
-                )
         warpgroup.commit_group()
 
     @cute.jit
-    def take_pv(self, acc, tile, ones_acc, state):
+    def take_pv(self, acc, tile, state):
         """Add the products of one tile, which are complete, to those of the row."""
         if const_expr(self.fp8):
             part = cute.make_tensor(tile.iterator, cute.make_layout(64))
             for i in cutlass.range_constexpr(64):
                 acc[i] = acc[i] + part[i]
-        if const_expr(self.sums != "added"):
-            first_sum = (
-                tile.iterator + 64 if const_expr(self.sums == "column") else ones_acc.iterator
-            )
-            sums = cute.make_tensor(first_sum, cute.make_layout(4))
+            sums = cute.make_tensor(tile.iterator + 64, cute.make_layout(4))
             for row in cutlass.range_constexpr(2):
                 state.row_sum[row] = state.row_sum[row] + sums[2 * row]
 
@@ -293,7 +272,7 @@ class ConsumerMixin:
         inverse = cute.make_rmem_tensor(2, Float32)
         for row in cutlass.range_constexpr(2):
             total = state.row_sum[row]
-            if const_expr(self.sums == "added"):
+            if const_expr(not self.fp8):
                 total = total + cute.arch.shuffle_sync_bfly(total, 1)
                 total = total + cute.arch.shuffle_sync_bfly(total, 2)
             state.row_sum[row] = total

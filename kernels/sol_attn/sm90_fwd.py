@@ -9,6 +9,7 @@ import torch
 from .. import jit
 from .config import BLOCK_SIZE, HEAD_DIM, num_blocks
 from .prepare import Prepared
+from .sm90_rules import multiprocessors
 from .sm90_variant import CONSUMERS, Variant
 from .triton_fwd import merge
 
@@ -49,19 +50,17 @@ def attend(
     if variant.with_lse:
         lse = torch.empty(splits, batch, heads, tokens, dtype=torch.float32, device=device)
     none = _placeholder(device)
-    q, k, v = (_tma_view(x) for x in (operands.q, operands.k, operands.v))
-    mean_k, mean_v = operands.mean_k, operands.mean_v
-    if variant.fp8:
-        q, k, v, mean_k, mean_v = (
-            x.view(torch.uint8)
-            for x in (operands.q, operands.k, operands.v, operands.mean_k, operands.mean_v)
-        )
-        q, k, mean_k = (x.permute(2, 3, 1, 0) for x in (q, k, mean_k))
-        v, mean_v = (x.permute(2, 3, 1, 0) for x in (v, mean_v))
+    if (
+        variant.fp8
+    ):  # heads first, V with channels first: as the kernel wants them, but for the order
+        tensors = (operands.q, operands.k, operands.v, operands.mean_k, operands.mean_v)
+        tensors = tuple(x.view(torch.uint8).permute(2, 3, 1, 0) for x in tensors)
     else:
-        q, k, v = (x.permute(1, 3, 2, 0) for x in (q, k, v))
-        v = v.transpose(0, 1)
-        mean_k, mean_v = mean_k.permute(2, 3, 1, 0), mean_v.permute(3, 2, 1, 0)
+        q, k, v = (_tma_view(x) for x in (operands.q, operands.k, operands.v))
+        tensors = (
+            *(q.permute(1, 3, 2, 0), k.permute(1, 3, 2, 0), v.permute(3, 1, 2, 0)),
+            *(operands.mean_k.permute(2, 3, 1, 0), operands.mean_v.permute(3, 2, 1, 0)),
+        )
 
     def per_head(x, count):
         """(B, H, count) -> (count, B H)."""
@@ -74,7 +73,7 @@ def attend(
     row_tiles = (blocks + CONSUMERS - 1) // CONSUMERS - first_tile
     items = row_tiles * batch * heads * splits
     _compiled(variant)(
-        *(q, k, v, mean_k, mean_v),
+        *tensors,
         *(per_head(operands.q_scale, blocks), per_head(operands.k_scale, blocks)),
         per_head(operands.mean_k_scale, num_blocks(blocks)),
         *(per_head(operands.v_scale, HEAD_DIM), per_head(offset, HEAD_DIM)),
@@ -85,7 +84,7 @@ def attend(
         counts.view(splits * batch * heads, blocks).T,
         torch.zeros(1, dtype=torch.int32, device=device),
         *(scale_log2, math.log2(tokens - (blocks - 1) * BLOCK_SIZE)),
-        *(tokens, splits, first_tile, min(items, _multiprocessors(device))),
+        *(tokens, splits, first_tile, min(items, multiprocessors(device))),
     )
     counts[..., :skipped_blocks] = 0
     if splits == 1:
@@ -121,11 +120,6 @@ class _Placeholder:
 @functools.cache
 def _placeholder(device: torch.device) -> _Placeholder:
     return _Placeholder(device)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _tma_view(x: torch.Tensor) -> torch.Tensor:

@@ -51,16 +51,14 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
     BF16 ignores the scales.
     """
 
-    def __init__(self, variant: Variant, *, sums: str | None = None):
+    def __init__(self, variant: Variant):
         self.variant = variant
         self.fp8 = variant.fp8
         self.stages = variant.stages
         self.q_buffers = variant.q_buffers
         self.dtype = cutlass.Float8E4M3FN if self.fp8 else cutlass.BFloat16
-        # How row sums are made: "column" appends a row of ones to V^T, "apart" multiplies a tile of
-        # ones of its own, "added" adds up registers.
-        self.sums = sums or ("column" if self.fp8 else "added")
-        self.v_rows = HEAD_DIM + (8 if self.sums == "column" else 0)
+        # FP8: eight more rows of V^T hold ones, and make the row sums of P.
+        self.v_rows = HEAD_DIM + (8 if self.fp8 else 0)
         self.threads = WARPGROUP * (1 + CONSUMERS)
 
     # A tiled MMA keeps its accumulate flag as a value of the program; one made anew at every place
@@ -76,12 +74,6 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         return hopper.make_trivial_tiled_mma(
             *(self.dtype, self.dtype, OperandMajorMode.K, v_major, Float32),
             *((1, 1, 1), (BLOCK_SIZE, self.v_rows), OperandSource.RMEM),
-        )
-
-    def ones_mma(self):
-        return hopper.make_trivial_tiled_mma(
-            *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32),
-            *((1, 1, 1), (BLOCK_SIZE, 8), OperandSource.RMEM),
         )
 
     @cute.jit
@@ -127,7 +119,7 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
             v_order, (BLOCK_SIZE, self.v_rows, BLOCK_SIZE), self.dtype, self.stages
         )
         loaded_v = layout_v
-        if const_expr(self.sums == "column"):  # TMA fills all rows but those of ones
+        if const_expr(self.fp8):  # TMA fills all rows but those of ones
             loaded_v = cute.make_composed_layout(
                 layout_v.inner,
                 0,
@@ -136,9 +128,6 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
                     stride=((BLOCK_SIZE, 8 * BLOCK_SIZE), (1, 0), (0, self.v_rows * BLOCK_SIZE)),
                 ),
             )
-        layout_ones = hopper.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (BLOCK_SIZE, 8, BLOCK_SIZE), self.dtype, 1
-        )
         load = cpasync.CopyBulkTensorTileG2SOp()
 
         def one(layout):
@@ -155,15 +144,12 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         )
         barrier_count = 2 * self.stages + 2 * self.q_buffers
 
-        ones_size = cute.cosize(layout_ones) if self.sums == "apart" else 8
-
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, barrier_count]
             # per slot: block and owners, and the scale of the keys
             label: cute.struct.Align[cute.struct.MemRange[Int32, 2 * self.stages], 16]
             item_of: cute.struct.MemRange[Int32, 2]  # per query buffer
-            ones: cute.struct.Align[cute.struct.MemRange[self.dtype, ones_size], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
@@ -176,7 +162,7 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
             *(atom_q, q, atom_k, k, atom_mk, mean_k, atom_v, v, atom_mv, mean_v),
             *(q_scale, k_scale, mean_k_scale, v_scale, out_offset, words, order, out, lse),
             *(counts, next_item, scale_log2, tail_bits, tokens, splits, first_tile),
-            *(layout_q, layout_k, layout_v, loaded_v, layout_ones),
+            *(layout_q, layout_k, layout_v, loaded_v),
         ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
@@ -212,7 +198,6 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         layout_k: cute.ComposedLayout,
         layout_v: cute.ComposedLayout,
         loaded_v: cute.ComposedLayout,
-        layout_ones: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -231,17 +216,15 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
                     cute.arch.mbarrier_init(q_empty + i, 4 * CONSUMERS)
             for atom in (atom_q, atom_k, atom_mk, atom_v, atom_mv):
                 cpasync.prefetch_descriptor(atom)
-        if const_expr(self.sums != "added"):
+        if const_expr(self.fp8):
             size = const_expr(8 * BLOCK_SIZE * self.dtype.width // 32)  # 8 rows, in words
-            memory, copies, pitch = storage.ones, 1, size
-            if const_expr(self.sums == "column"):
-                memory, copies, pitch = storage.v, self.stages, size * self.v_rows // 8
+            pitch = const_expr(size * self.v_rows // 8)
             rows_of_ones = cute.make_tensor(
-                cute.recast_ptr(memory.data_ptr(), dtype=Int32) + (pitch - size),
-                cute.make_layout((size, copies), stride=(1, pitch)),
+                cute.recast_ptr(storage.v.data_ptr(), dtype=Int32) + (pitch - size),
+                cute.make_layout((size, self.stages), stride=(1, pitch)),
             )
-            for i in cutlass.range(thread, size * copies, self.threads, unroll=1):
-                rows_of_ones[i] = Int32(0x38383838 if self.fp8 else 0x3F803F80)
+            for i in cutlass.range(thread, size * self.stages, self.threads, unroll=1):
+                rows_of_ones[i] = Int32(0x38383838)
             cute.arch.fence_view_async_shared()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -250,7 +233,6 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         s_k = storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner)
         s_v = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)
         s_loaded_v = storage.v.get_tensor(loaded_v.outer, swizzle=loaded_v.inner)
-        s_ones = storage.ones.get_tensor(layout_ones.outer, swizzle=layout_ones.inner)
         label = storage.label.get_tensor(cute.make_layout((2, self.stages)))
         item_of = storage.item_of.get_tensor(cute.make_layout(2))
 
@@ -268,7 +250,7 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
             self.consume(
                 *(q_scale, v_scale, out_offset, words, order, out, lse),
                 *(scale_log2, tail_bits, tokens, splits, first_tile),
-                *(s_q, s_k, s_v, s_ones, storage.out, label, item_of, full, empty, q_full, q_empty),
+                *(s_q, s_k, s_v, storage.out, label, item_of, full, empty, q_full, q_empty),
                 *(warpgroup - 1, thread - WARPGROUP),
             )
 

@@ -34,11 +34,11 @@ def choose_splits(shape: tuple[int, int, int, int], device: torch.device) -> int
     items = (blocks + CONSUMERS - 1) // CONSUMERS * batch * heads
     groups = num_blocks(blocks)
     for splits in (1, 2, 4):
-        if items * splits >= _multiprocessors(device) or 2 * splits > groups:
+        if items * splits >= multiprocessors(device) or 2 * splits > groups:
             return splits
     return 4
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -26,7 +26,7 @@ _TOP_BITS = 0x80808080
 
 
 class SoftmaxMixin:
-    """Needs ``self.fp8``, and ``self.sums``: how row sums are made."""
+    """Needs ``self.fp8``."""
 
     @property
     def probability_bits(self) -> float:
@@ -38,13 +38,13 @@ class SoftmaxMixin:
 
         Returns:
             Int32: not 0 if this thread saw a probability out of range. ``state.tile_sum`` holds this
-            thread's part of the row sums where they are made by additions.
+            thread's part of the row sums in BF16.
         """
         p = cute.make_rmem_tensor(32, Float32)
         for i in cutlass.range_constexpr(32):
             row = const_expr((i // 2) % 2)
             p[i] = cute.arch.exp2(scores[i] * factor + (state.bias[row] + offset))
-        if const_expr(self.sums == "added"):
+        if const_expr(not self.fp8):
             for row in cutlass.range_constexpr(2):
                 chains = cute.make_rmem_tensor(2, Float32)
                 for e in cutlass.range_constexpr(2):
@@ -110,7 +110,7 @@ class SoftmaxMixin:
         if cute.arch.vote_any_sync(moves != 0):
             self.move_maximum(high, factor, offset, state, acc)
         self.exponentials(scores, factor, offset, state, packed)
-        if const_expr(self.sums == "added"):
+        if const_expr(not self.fp8):
             for row in cutlass.range_constexpr(2):
                 state.row_sum[row] = state.row_sum[row] + state.tile_sum[row]
 
@@ -128,7 +128,7 @@ class SoftmaxMixin:
             self.peaks(scores, high)
             self.move_maximum(high, factor, offset, state, acc)
             self.exponentials(scores, factor, offset, state, packed)
-        if const_expr(self.sums == "added"):
+        if const_expr(not self.fp8):
             for row in cutlass.range_constexpr(2):
                 state.row_sum[row] = state.row_sum[row] + state.tile_sum[row]
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from ...kernels import (
+    BLOCK_SIZE,
     HEAD_DIM,
     BackendUnavailable,
     SolAttnCall,
@@ -38,7 +39,6 @@ from .steps import FROM_NOISE_PERCENT, StepPolicy
 
 log = logging.getLogger("hopper_sol")
 DENSE_LAYER = "dense layer"
-_BLOCK = 64  # tokens of a query block, as stats count them
 
 
 @dataclass
@@ -346,7 +346,7 @@ class SolAttentionRun:
             # The op's output has its correction for centred values; these rows never saw any.
             out[:, start:stop] = model_rows(start, stop)
             # Whole blocks of them are exact, whatever the op made of them.
-            blocks = slice(-(-start // _BLOCK), stop // _BLOCK)
+            blocks = slice(-(-start // BLOCK_SIZE), stop // BLOCK_SIZE)
             stats.exact_blocks[:, :, blocks] = stats.num_kv_blocks
         # The op was asked for one backend by name; who was passed over for it is known here.
         self.record.note_declined(declined)

@@ -94,7 +94,7 @@ def test_default_precision():
     ],
 )
 def test_splits(monkeypatch, shape, splits):
-    monkeypatch.setattr(sm90_rules, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(sm90_rules, "multiprocessors", lambda device: 132)
     assert choose_splits(shape, torch.device("cuda")) == splits
 
 

@@ -387,6 +387,16 @@ def patched_order(sampler):
     return span_order(morton_order(GRID, per_frame=True), 87, 87 + VIDEO)
 
 
+@pytest.mark.parametrize(("sinks", "skipped"), [("kv_and_rows", 87), ("audio_rows", 0)])
+def test_rows_of_an_fp8_layer_need_not_be_computed(sinks, skipped, packed, kernel, qkv):
+    """Rows in front that the model computes are left out by the kernel; those behind text are not."""
+    attend(packed(precision="fp8", fp8_layers="all", sinks=sinks), qkv(87 + VIDEO))
+    layout = kernel.calls[0][1]["layout"]
+    assert (layout.skip_q, layout.dense_q) == (skipped, ())
+    attend(packed(precision="bf16", sinks=sinks), qkv(87 + VIDEO))
+    assert kernel.calls[1][1]["layout"].skip_q == 0
+
+
 @pytest.mark.parametrize(("sinks", "ranges"), ROWS)
 def test_rows_of_a_bf16_layer_are_in_the_kernel(sinks, ranges, packed, kernel, qkv):
     patched = packed(precision="bf16", sinks=sinks)
@@ -465,12 +475,6 @@ def test_a_failing_kernel_asks_for_the_whole_call_once(packed, qkv, sdpa, monkey
     want = sdpa(*(x.flatten(2) for x in tensors), 2).unflatten(2, (2, -1))
     assert torch.equal(out, want)
     assert len(patched.func.calls) == 1 and patched.report["row_calls"] == 0
-
-
-def test_a_block_of_the_pack_is_the_kernels():
-    from hopper_sol.kernels.sol_attn.config import BLOCK_SIZE
-
-    assert run_module._BLOCK == BLOCK_SIZE
 
 
 @pytest.mark.parametrize(
