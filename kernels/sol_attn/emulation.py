@@ -39,6 +39,7 @@ from .reference import (
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+SAMPLED_BLOCKS = 32  # at least, of a sequence that has twice as many
 AMAX_FLOOR = 1e-6  # an all-zero block or channel still gets a usable scale
 # ExpCast writes the byte round(8 (x + 7) - 0.35) for 2^x; the offset removes the mean error of
 # reading a linear mantissa as a logarithm. Bytes above 126 would be NaN.
@@ -79,9 +80,9 @@ def sol_attention_fp8_emulation(
 
     Args:
         q, k, v: (B, T, H, D); rounded to BF16 first, as the kernels do.
-        k_smoothing: "none", "mean" over the sequence, or "block": K holds what is left after the
+        k_smoothing: "none", "mean" (``sampled_mean``), or "block": K holds what is left after the
             rounded mean key of its block, whose logit is added again in FP32.
-        v_smoothing: "none" or "mean" over the sequence.
+        v_smoothing: "none" or "mean".
         v_bias_correction: restore the mean of the *rounded* V to that of V.
         exp_mode: "exp2" or "expcast".
         probability_scale: scale of the E4M3 cast; the kernels use 256.
@@ -94,8 +95,8 @@ def sol_attention_fp8_emulation(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     tokens = q.shape[1]
     q32, k32, v32 = (x.to(torch.bfloat16).float() for x in (q, k, v))
-    k_offset = k32.mean(1, keepdim=True) if k_smoothing == "mean" else None
-    v_offset = v32.mean(1, keepdim=True) if v_smoothing == "mean" else None
+    k_offset = sampled_mean(k32) if k_smoothing == "mean" else None
+    v_offset = sampled_mean(v32) if v_smoothing == "mean" else None
     ks = k32 if k_offset is None else k32 - k_offset
     vs = v32 if v_offset is None else v32 - v_offset
 
@@ -149,11 +150,27 @@ def sol_attention_fp8_emulation(
     parts = [part(first, min(first + per_split, blocks)) for first in range(0, blocks, per_split)]
     out, lse = _merged(parts)
     if v_offset is not None:
-        rounded_mean = (v8[:, :tokens] * v_scale).mean(1, keepdim=True)
-        out = out + (v_offset - rounded_mean if v_bias_correction else v_offset)
+        moved = (v8 * v_scale - vs).mean(1, keepdim=True)
+        out = out + (v_offset - moved if v_bias_correction else v_offset)
     if k_offset is not None:  # the subtracted logit is the same for every key of a row
         lse = lse + torch.einsum("bthd,bxhd->bht", q32, k_offset) * scale
     return EmulationOutput(out.to(torch.bfloat16).to(q.dtype).contiguous(), lse, exact_mask)
+
+
+def sample_stride(blocks: int) -> int:
+    """Every how many-th block smoothing looks at. Odd: a video's frames are often 2^n blocks long,
+    and a sample should not see the same part of every frame."""
+    return max(1, blocks // SAMPLED_BLOCKS) | 1
+
+
+def sampled_mean(x: torch.Tensor) -> torch.Tensor:
+    """(B, T, H, D) -> (B, 1, H, D): mean over the tokens of blocks 0, s, 2 s, ... (``sample_stride``).
+
+    Smoothing is exact for whatever vector it subtracts; it only has to take out what all tokens
+    share. So a fraction of the sequence is enough, and costs a fraction of a pass.
+    """
+    block = torch.arange(x.shape[1], device=x.device) // BLOCK_SIZE
+    return x[:, block % sample_stride(num_blocks(x.shape[1])) == 0].mean(1, keepdim=True)
 
 
 def padded(x: torch.Tensor) -> torch.Tensor:

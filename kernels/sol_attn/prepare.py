@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from .config import BLOCK_SIZE, num_blocks
-from .emulation import E4M3, dequantized_means, padded, quantize_blocks, quantize_channels
+from .emulation import (
+    E4M3,
+    dequantized_means,
+    padded,
+    quantize_blocks,
+    quantize_channels,
+    sampled_mean,
+)
 from .reference import block_mean
 
 # "k32" order of V's tokens: slot k of every 32 holds token TOKEN_OF_SLOT[k]. A warpgroup's
@@ -122,8 +129,8 @@ def prepare_reference(
             mean_k=_heads_first(padded(k_mean).to(torch.bfloat16)),
             mean_v=_heads_first(padded(v_mean).to(torch.bfloat16)),
         )
-    k_offset = k32.mean(1, keepdim=True) if k_smoothing == "mean" else None
-    v_offset = v32.mean(1, keepdim=True) if v_smoothing == "mean" else None
+    k_offset = sampled_mean(k32) if k_smoothing == "mean" else None
+    v_offset = sampled_mean(v32) if v_smoothing == "mean" else None
     if k_offset is not None:
         k32 = k32 - k_offset
     if v_offset is not None:
@@ -137,7 +144,7 @@ def prepare_reference(
     v8, v_scale = quantize_channels(v32)
     out_offset = v_offset
     if v_bias_correction:
-        out_offset = v_offset - (v8 * v_scale).mean(1, keepdim=True)
+        out_offset = v_offset - (v8 * v_scale - v32).mean(1, keepdim=True)
     return Prepared(
         tokens=tokens,
         q=_heads_first(q8).to(E4M3),

@@ -66,10 +66,8 @@ class ConsumerMixin:
         tile = pv.make_fragment_C(pv.partition_shape_C((BLOCK_SIZE, self.v_rows)))
         if const_expr(not self.fp8):
             acc = cute.make_tensor(tile.iterator, cute.make_layout(64))
-        s_acc = qk.make_fragment_C(qk.partition_shape_C((BLOCK_SIZE, BLOCK_SIZE)))
-        scores = cute.make_tensor(s_acc.iterator, cute.make_layout(32))
-        packed = cute.make_rmem_tensor(
-            self.pv_mma().partition_shape_A((BLOCK_SIZE, BLOCK_SIZE)), self.dtype
+        s_acc, scores, packed = zip(
+            *(self.score_tile(qk) for _ in range(2 if self.variant.pairs else 1)), strict=True
         )
         state = SimpleNamespace(
             row_max=cute.make_rmem_tensor(2, Float32),
@@ -82,7 +80,7 @@ class ConsumerMixin:
         slot, phase = Int32(0), Int32(0)
         buffer, q_phase = Int32(0), Int32(0)
         cute.arch.mbarrier_wait(q_full + buffer, q_phase)
-        item = item_of[buffer]
+        item = self.read_item(item_of, buffer)
         while item != NO_MORE_ITEMS:
             row_tile, bh, split, first, last = self.work_item(
                 item, row_tiles, batch_heads, groups, splits, first_tile
@@ -109,15 +107,16 @@ class ConsumerMixin:
                     next_high = words[2 * next_group + 1, row_block, bh]
                     cute.arch.mbarrier_wait(full + slot, phase)
                     if (low & high) != -1:  # else there is nothing to summarise
-                        factor = factor_q * scale_of[1, slot]
-                        self.multiply_qk(q_tile, frag_k, slot, s_acc)
-                        self.weigh_summaries(
-                            scores, factor, low, high, blocks - group * BLOCK_SIZE, tail_bits, pair
-                        )
+                        _, scale = self.read_label(label, scale_of, slot)
+                        factor = factor_q * scale
+                        self.issue_qk(q_tile, frag_k, slot, s_acc[0])
+                        warpgroup.wait_group(0)
+                        inside = blocks - group * BLOCK_SIZE
+                        self.weigh_summaries(scores[0], factor, low, high, inside, tail_bits, pair)
                         self.softmax_of_summaries(
-                            scores, factor, Float32(FULL_BLOCK_BITS), state, acc, packed
+                            scores[0], factor, Float32(FULL_BLOCK_BITS), state, acc, packed[0]
                         )
-                        self.issue_pv(packed, frag_v, slot, tile)
+                        self.issue_pv(((packed[0], slot),), frag_v, tile)
                         warpgroup.wait_group(0)
                         self.take_pv(acc, tile, state)
                     low, high = next_low, next_high
@@ -128,34 +127,67 @@ class ConsumerMixin:
                         phase = phase ^ 1
 
             cute.arch.mbarrier_wait(full + slot, phase)
-            tag, scale = label[0, slot], scale_of[1, slot]
+            tag, scale = self.read_label(label, scale_of, slot)
             while tag != END_OF_ITEM:
-                ahead, phase_ahead = slot + 1, phase
-                if ahead == self.stages:
-                    ahead = Int32(0)
-                    phase_ahead = phase ^ 1
-                if ((tag >> consumer) & 1) != 0:
+                ahead, phase_ahead = self.next_slot(slot, phase)
+                if self.owns(tag, consumer):
                     factor = factor_q * scale
-                    self.multiply_qk(q_tile, frag_k, slot, s_acc)
-                    self.mask_tail(scores, tag >> OWNER_BITS, tokens, pair)
-                    self.softmax(scores, factor, Float32(0.0), state, acc, packed)
-                    self.issue_pv(packed, frag_v, slot, tile)
-                    # Look at the next slot while the products run. It can't be waiting for this
-                    # one to be freed: what it holds next has its own place in the ring. BF16 has
-                    # few slots, and gives this one back first.
-                    if const_expr(not self.fp8):
+                    self.issue_qk(q_tile, frag_k, slot, s_acc[0])
+                    block = tag >> OWNER_BITS
+                    if const_expr(self.variant.pairs):
+                        cute.arch.mbarrier_wait(full + ahead, phase_ahead)
+                        tag, scale = self.read_label(label, scale_of, ahead)
+                        if tag != END_OF_ITEM:  # who takes one block takes all
+                            other = ahead
+                            other_factor = factor_q * scale
+                            self.issue_qk(q_tile, frag_k, other, s_acc[1])
+                            ahead, phase_ahead = self.next_slot(other, phase_ahead)
+                            warpgroup.wait_group(1)
+                            # Descending: only the first can be the last block of the sequence.
+                            self.mask_tail(scores[0], block, tokens, pair)
+                            self.softmax(
+                                (
+                                    (scores[0], factor, packed[0]),
+                                    (scores[1], other_factor, packed[1]),
+                                ),
+                                *(state, acc),
+                            )
+                            self.issue_pv(((packed[0], slot), (packed[1], other)), frag_v, tile)
+                            # Look at the next slot while the products run.
+                            cute.arch.mbarrier_wait(full + ahead, phase_ahead)
+                            tag, scale = self.read_label(label, scale_of, ahead)
+                            warpgroup.wait_group(0)
+                            self.arrive(empty + slot)
+                            self.arrive(empty + other)
+                            self.take_pv(acc, tile, state)
+                        else:
+                            warpgroup.wait_group(0)
+                            self.mask_tail(scores[0], block, tokens, pair)
+                            self.softmax(((scores[0], factor, packed[0]),), state, acc)
+                            self.issue_pv(((packed[0], slot),), frag_v, tile)
+                            warpgroup.wait_group(0)
+                            self.arrive(empty + slot)
+                            self.take_pv(acc, tile, state)
+                    else:
                         warpgroup.wait_group(0)
-                        self.arrive(empty + slot)
-                    cute.arch.mbarrier_wait(full + ahead, phase_ahead)
-                    tag, scale = label[0, ahead], scale_of[1, ahead]
-                    if const_expr(self.fp8):
-                        warpgroup.wait_group(0)
-                        self.arrive(empty + slot)
-                    self.take_pv(acc, tile, state)
+                        self.mask_tail(scores[0], block, tokens, pair)
+                        self.softmax(((scores[0], factor, packed[0]),), state, acc)
+                        self.issue_pv(((packed[0], slot),), frag_v, tile)
+                        # Look at the next slot while the products run. BF16 has few slots, and
+                        # gives this one back first.
+                        if const_expr(not self.fp8):
+                            warpgroup.wait_group(0)
+                            self.arrive(empty + slot)
+                        cute.arch.mbarrier_wait(full + ahead, phase_ahead)
+                        tag, scale = self.read_label(label, scale_of, ahead)
+                        if const_expr(self.fp8):
+                            warpgroup.wait_group(0)
+                            self.arrive(empty + slot)
+                        self.take_pv(acc, tile, state)
                 else:
                     self.arrive(empty + slot)
                     cute.arch.mbarrier_wait(full + ahead, phase_ahead)
-                    tag, scale = label[0, ahead], scale_of[1, ahead]
+                    tag, scale = self.read_label(label, scale_of, ahead)
                 slot, phase = ahead, phase_ahead
             self.arrive(empty + slot)
             self.arrive(q_empty + buffer)
@@ -173,33 +205,80 @@ class ConsumerMixin:
                 *(query_block, tokens, bh, split, batch_heads, heads, consumer, warp, lane),
             )
             cute.arch.mbarrier_wait(q_full + buffer, q_phase)
-            item = item_of[buffer]
+            item = self.read_item(item_of, buffer)
 
     @cute.jit
     def arrive(self, barrier):
-        with cute.arch.elect_one():
+        """This warp has read what the barrier guards: every lane of it, so they meet first."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(barrier)
 
+    def score_tile(self, qk):
+        """Registers of S = Q K^T of one tile, the same as a flat tensor, and of P."""
+        s_acc = qk.make_fragment_C(qk.partition_shape_C((BLOCK_SIZE, BLOCK_SIZE)))
+        shape = self.pv_mma().partition_shape_A((BLOCK_SIZE, BLOCK_SIZE))
+        flat = cute.make_tensor(s_acc.iterator, cute.make_layout(32))
+        return s_acc, flat, cute.make_rmem_tensor(shape, self.dtype)
+
     @cute.jit
-    def multiply_qk(self, q_tile, frag_k, slot, s_acc):
-        """S = Q K^T of one tile, complete on return."""
+    def next_slot(self, slot, phase):
+        """The slot behind ``slot`` in the ring, and the phase of its barriers."""
+        slot += 1
+        if slot == self.stages:
+            slot = Int32(0)
+            phase = phase ^ 1
+        return slot, phase
+
+    @cute.jit
+    def read_label(self, label, scale_of, slot):
+        """(label, scale of the keys) of a slot; BF16 has no scale.
+
+        Read by one lane and handed to the others, which read a column that stays as it is. It is the
+        lane that arrives at the slot's barrier behind the read. Other lanes would have read in time,
+        too, but compute-sanitizer's racecheck does not follow such an order.
+        """
+        if cute.arch.lane_idx() != 0:
+            slot = Int32(self.stages)
+        scale = Float32(1.0)
+        if const_expr(self.fp8):
+            scale = cute.arch.shuffle_sync(scale_of[1, slot], 0)
+        return cute.arch.shuffle_sync(label[0, slot], 0), scale
+
+    @cute.jit
+    def read_item(self, item_of, buffer):
+        """The item whose queries are in ``buffer``; as ``read_label``."""
+        item = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            item = item_of[buffer]
+        return cute.arch.shuffle_sync(item, 0)
+
+    @cute.jit
+    def owns(self, tag, consumer):
+        """Whether the block of a label, not of END_OF_ITEM, is exact for this warpgroup's rows."""
+        return ((tag >> consumer) & 1) != 0
+
+    @cute.jit
+    def issue_qk(self, q_tile, frag_k, slot, s_acc):
+        """Start S = Q K^T of one tile."""
         mma = self.qk_mma()
         warpgroup.fence()
         for step in cutlass.range_constexpr(cute.size(frag_k, mode=[2])):
             mma.set(Field.ACCUMULATE, step != 0)
             cute.gemm(mma, s_acc, q_tile[None, None, step], frag_k[None, None, step, slot], s_acc)
         warpgroup.commit_group()
-        warpgroup.wait_group(0)
 
     @cute.jit
-    def issue_pv(self, packed, frag_v, slot, tile):
-        """Start P V of one tile, and in FP8 the row sums."""
+    def issue_pv(self, tiles, frag_v, tile):
+        """Start the sum of P V over ``tiles``, (P, slot of V), and in FP8 of the row sums."""
         mma = self.pv_mma()
         steps = const_expr(cute.size(frag_v, mode=[2]))
         warpgroup.fence()
-        for step in cutlass.range_constexpr(steps):
-            mma.set(Field.ACCUMULATE, not self.fp8 or step != 0)
-            cute.gemm(mma, tile, packed[None, None, step], frag_v[None, None, step, slot], tile)
+        for index in cutlass.range_constexpr(len(tiles)):
+            packed, slot = tiles[index]
+            for step in cutlass.range_constexpr(steps):
+                mma.set(Field.ACCUMULATE, not self.fp8 or index + step != 0)
+                cute.gemm(mma, tile, packed[None, None, step], frag_v[None, None, step, slot], tile)
         warpgroup.commit_group()
 
     @cute.jit

@@ -147,8 +147,8 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, barrier_count]
-            # per slot: block and owners, and the scale of the keys
-            label: cute.struct.Align[cute.struct.MemRange[Int32, 2 * self.stages], 16]
+            # per slot: block and owners, and the scale of the keys; one more that means nothing
+            label: cute.struct.Align[cute.struct.MemRange[Int32, 2 * (self.stages + 1)], 16]
             item_of: cute.struct.MemRange[Int32, 2]  # per query buffer
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
@@ -216,6 +216,9 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
                     cute.arch.mbarrier_init(q_empty + i, 4 * CONSUMERS)
             for atom in (atom_q, atom_k, atom_mk, atom_v, atom_mv):
                 cpasync.prefetch_descriptor(atom)
+        label = storage.label.get_tensor(cute.make_layout((2, self.stages + 1)))
+        if thread < 2:
+            label[thread, self.stages] = Int32(0)
         if const_expr(self.fp8):
             size = const_expr(8 * BLOCK_SIZE * self.dtype.width // 32)  # 8 rows, in words
             pitch = const_expr(size * self.v_rows // 8)
@@ -233,7 +236,6 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         s_k = storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner)
         s_v = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)
         s_loaded_v = storage.v.get_tensor(loaded_v.outer, swizzle=loaded_v.inner)
-        label = storage.label.get_tensor(cute.make_layout((2, self.stages)))
         item_of = storage.item_of.get_tensor(cute.make_layout(2))
 
         warpgroup = warp // 4

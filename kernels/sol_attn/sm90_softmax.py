@@ -12,6 +12,7 @@ taking the maximum of every tile.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
 PROBABILITY_BITS = 8.0  # E4M3 probabilities are cast at 2^8
 BF16_SUM_LIMIT = 2.0**60
@@ -70,19 +71,20 @@ class SoftmaxMixin:
         return out_of_range
 
     @cute.jit
-    def peaks(self, scores, high):
-        """Largest score of this thread's part of each of its two rows."""
+    def peaks(self, scores, factor, offset, high):
+        """Raise ``high`` to the largest log2 logit of this thread's part of each of its two rows."""
         chains = cute.make_rmem_tensor(4, Float32)
         for i in cutlass.range_constexpr(4):
             chains[i] = scores[i]
         for i in cutlass.range_constexpr(4, 32):
             chains[i % 4] = cute.arch.fmax(chains[i % 4], scores[i])
         for row in cutlass.range_constexpr(2):
-            high[row] = cute.arch.fmax(chains[2 * row], chains[2 * row + 1])
+            peak = cute.arch.fmax(chains[2 * row], chains[2 * row + 1])
+            high[row] = cute.arch.fmax(high[row], peak * factor + offset)
 
     @cute.jit
-    def move_maximum(self, high, factor, offset, state, acc):
-        """Raise the running maximum to that of the tile; rescale what was summed."""
+    def move_maximum(self, high, state, acc):
+        """Raise the running maximum to ``high``; rescale what was summed."""
         rescale = cute.make_rmem_tensor(2, Float32)
         for row in cutlass.range_constexpr(2):
             peak = high[row]
@@ -90,7 +92,7 @@ class SoftmaxMixin:
                 peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, lane))
             old = state.row_max[row]
             # A whole number: rescaling is exact then, and rounding to E4M3 does not depend on it.
-            new = cute.arch.fmax(old, cute.math.ceil(peak * factor + offset))
+            new = cute.arch.fmax(old, cute.math.ceil(peak))
             rescale[row] = cute.arch.exp2(old - new)
             state.row_max[row] = new
             state.bias[row] = self.probability_bits - new
@@ -102,32 +104,43 @@ class SoftmaxMixin:
     def softmax_of_summaries(self, scores, factor, offset, state, acc, packed):
         """As ``softmax``, for tiles of which many move the maximum: looks at it first."""
         high = cute.make_rmem_tensor(2, Float32)
-        self.peaks(scores, high)
+        high.fill(NO_MAXIMUM)
+        self.peaks(scores, factor, offset, high)
         moves = Int32(0)
         for row in cutlass.range_constexpr(2):
-            if high[row] * factor + offset > state.row_max[row] + SLACK_BITS:
+            if high[row] > state.row_max[row] + SLACK_BITS:
                 moves = Int32(1)
         if cute.arch.vote_any_sync(moves != 0):
-            self.move_maximum(high, factor, offset, state, acc)
+            self.move_maximum(high, state, acc)
         self.exponentials(scores, factor, offset, state, packed)
         if const_expr(not self.fp8):
             for row in cutlass.range_constexpr(2):
                 state.row_sum[row] = state.row_sum[row] + state.tile_sum[row]
 
     @cute.jit
-    def softmax(self, scores, factor, offset, state, acc, packed):
-        """Probabilities of one tile into ``packed``; moves the maximum first where it has to.
+    def softmax(self, tiles, state, acc):
+        """Probabilities of one tile, or of two; moves the maximum first where it has to.
 
         Args:
-            scores: 32 FP32 registers, -inf where masked.
-            factor, offset: log2 logit = scores factor + offset.
+            tiles: one or two, the second product possibly still in the works. (scores, factor, packed): 32 FP32 registers, -inf where masked, with log2 logit =
+                scores factor; and where the probabilities go.
         """
-        hit = self.exponentials(scores, factor, offset, state, packed)
+        hit = Int32(0)
+        for i in cutlass.range_constexpr(len(tiles)):
+            scores, factor, packed = tiles[i]
+            if const_expr(i == 1):
+                warpgroup.wait_group(0)
+            hit = hit | self.exponentials(scores, factor, Float32(0.0), state, packed)
         if cute.arch.vote_any_sync(hit != 0):
             high = cute.make_rmem_tensor(2, Float32)
-            self.peaks(scores, high)
-            self.move_maximum(high, factor, offset, state, acc)
-            self.exponentials(scores, factor, offset, state, packed)
+            high.fill(NO_MAXIMUM)
+            for i in cutlass.range_constexpr(len(tiles)):
+                scores, factor, packed = tiles[i]
+                self.peaks(scores, factor, Float32(0.0), high)
+            self.move_maximum(high, state, acc)
+            for i in cutlass.range_constexpr(len(tiles)):
+                scores, factor, packed = tiles[i]
+                self.exponentials(scores, factor, Float32(0.0), state, packed)
         if const_expr(not self.fp8):
             for row in cutlass.range_constexpr(2):
                 state.row_sum[row] = state.row_sum[row] + state.tile_sum[row]

@@ -37,9 +37,14 @@ class Variant:
         return 7 if self.fp8 else 4
 
     @property
+    def pairs(self) -> bool:
+        """Take exact blocks two at a time: one addition to the output for both."""
+        return self.fp8 and self.source == "all"
+
+    @property
     def q_buffers(self) -> int:
         """Query tiles in shared memory: with two, the next tile's queries load early."""
-        return 2 if self.fp8 else 1
+        return 2 if self.fp8 and self.source == "all" else 1
 
     @property
     def name(self) -> str:

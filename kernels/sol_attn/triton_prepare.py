@@ -2,7 +2,8 @@
 
 Every kernel reads Q, K and V where they are, through their strides. Sums are FP32 and have one
 order, so results are equal bit for bit from run to run. Passes over memory: Q once, K once (twice
-with smoothing), V once for "bf16" and twice for "fp8".
+with "block" smoothing), V once for "bf16" and twice for "fp8". Smoothing by the mean reads a sample
+of K and V before.
 """
 
 import os
@@ -12,28 +13,33 @@ import triton
 import triton.language as tl
 
 from .config import BLOCK_SIZE, HEAD_DIM, num_blocks
-from .emulation import AMAX_FLOOR, E4M3, E4M3_MAX
+from .emulation import AMAX_FLOOR, E4M3, E4M3_MAX, sample_stride
 from .prepare import Prepared
 
 CHANNELS = 8  # per program of the sequence statistics: one 32-byte sector of every block
+SAMPLED_CHANNELS = 32  # per program that reads the sample
+SAMPLED_AT_ONCE = 4  # blocks in flight there: one at a time, latency takes three times as long
 # Sums over the 64 tokens of a block cross few warps: with 4 the reading kernels take 1.2x as long,
-# with 8 1.9x.
+# with 8 1.9x. Rounding V holds all of a block in registers: one warp, unless there is more to hold.
 READING_WARPS = 2
-ROUNDING_WARPS = 4
+ROUNDING_WARPS = 1
+CENTRING_WARPS = 2
 
 _BLOCK = tl.constexpr(BLOCK_SIZE)
 _DIM = tl.constexpr(HEAD_DIM)
+_AT_ONCE = tl.constexpr(SAMPLED_AT_ONCE)
 _FLOOR = tl.constexpr(AMAX_FLOOR)
 _PER_MAX = tl.constexpr(1.0 / E4M3_MAX)
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
-# Four FP32 values ($2 .. $5) to the bytes of an int32 ($0), and the sum of what the bytes say ($1).
+# Four FP32 values to the bytes of an int32 ($0), the sum of what the bytes say ($1), and how much more
+# that is than the sum of the values ($2).
 _PACK_AND_SUM = tl.constexpr("""
 {
     .reg .b16 low, high, a, b, c, d;
     .reg .b32 ab, cd;
     .reg .f32 fa, fb, fc, fd;
-    cvt.rn.satfinite.e4m3x2.f32 low, $3, $2;
-    cvt.rn.satfinite.e4m3x2.f32 high, $5, $4;
+    cvt.rn.satfinite.e4m3x2.f32 low, $4, $3;
+    cvt.rn.satfinite.e4m3x2.f32 high, $6, $5;
     mov.b32 $0, {low, high};
     cvt.rn.f16x2.e4m3x2 ab, low;
     cvt.rn.f16x2.e4m3x2 cd, high;
@@ -45,7 +51,12 @@ _PACK_AND_SUM = tl.constexpr("""
     cvt.f32.f16 fd, d;
     add.f32 fa, fa, fb;
     add.f32 fc, fc, fd;
-    add.f32 $1, fa, fc;
+    add.f32 fa, fa, fc;
+    add.f32 fb, $3, $4;
+    add.f32 fd, $5, $6;
+    add.f32 fb, fb, fd;
+    sub.f32 $2, fa, fb;
+    mov.f32 $1, fa;
 }
 """)
 
@@ -99,49 +110,50 @@ def prepare(
             q, k, v = (copy.transpose(1, 2) for copy in copies)
         return Prepared(tokens, q, k, v, q_mean, k_mean, mean_k, mean_v)
 
-    round_k = k_smoothing == "none"
+    round_k = k_smoothing != "block"
     padded_tokens = blocks * BLOCK_SIZE
     q8 = empty(padded_tokens, dim, dtype=E4M3)
     k8 = empty(padded_tokens, dim, dtype=E4M3)
     v8 = empty(dim, padded_tokens, dtype=E4M3)
     q_scale, k_scale = empty(blocks), empty(blocks)
-    center_v = v_smoothing == "mean"
-    v_high = empty(blocks, dim, dtype=torch.bfloat16)  # values of V: BF16 holds them
-    v_mean = v_low = None
-    if center_v:
-        v_mean, v_low = empty(blocks, dim), torch.empty_like(v_high)
+    k_offset = empty(dim) if k_smoothing == "mean" else None
+    v_offset = empty(dim) if v_smoothing == "mean" else None
+    sampled = [(x, mean) for x, mean in ((k, k_offset), (v, v_offset)) if mean is not None]
+    if sampled:
+        (a, mean_a), (b, mean_b) = sampled[0], sampled[-1]
+        _sampled_means[(batch * heads, dim // SAMPLED_CHANNELS, len(sampled))](
+            *(a, b, order, mean_a, mean_b, *a.stride()[:3], *b.stride()[:3]),
+            *(tokens, blocks, heads, sample_stride(blocks)),
+            ORDERED=order is not None,
+            WIDTH=SAMPLED_CHANNELS,
+        )
+    # Values of V as they are fit into BF16.
+    v_reach = empty(blocks, dim, dtype=torch.bfloat16 if v_offset is None else torch.float32)
     _summarise_fp8[each](
-        *(q, k, v, order, q8, k8, q_scale, k_scale, q_mean, k_mean, v_mean, v_low, v_high),
+        *(q, k, v, order, k_offset, v_offset, q8, k8, q_scale, k_scale, q_mean, k_mean, v_reach),
         *strides,
         *(tokens, blocks, heads),
         ORDERED=order is not None,
         ROUND_K=round_k,
-        V_RANGE=center_v,
+        K_OFFSET=k_offset is not None,
+        V_OFFSET=v_offset is not None,
         num_warps=READING_WARPS,
     )
-    k_offset = empty(dim) if k_smoothing == "mean" else None
-    v_offset = empty(dim) if center_v else None
     v_scale = empty(dim)
-    _sequence_statistics[(dim // CHANNELS, batch * heads)](
-        *(k_mean, v_mean, v_low, v_high, k_offset, v_offset, v_scale, tokens, blocks),
-        K_OFFSET=k_offset is not None,
-        V_OFFSET=center_v,
-        WIDTH=CHANNELS,
-    )
+    _value_scales[(dim // CHANNELS, batch * heads)](v_reach, v_scale, blocks, WIDTH=CHANNELS)
     mean_k8 = empty(padded_blocks, dim, dtype=E4M3)
     mean_k_scale = empty(padded_blocks // BLOCK_SIZE)
     _round_mean_keys[(batch * heads, padded_blocks // BLOCK_SIZE)](
-        *(k_mean, k_offset, mean_k8, mean_k_scale, blocks), K_OFFSET=k_offset is not None
+        *(k_mean, mean_k8, mean_k_scale, blocks)
     )
     if not round_k:
-        _round_keys[grid](
-            *(k, order, k_offset, mean_k8, mean_k_scale, k8, k_scale, *k.stride()[:3]),
+        _round_residual_keys[grid](
+            *(k, order, mean_k8, mean_k_scale, k8, k_scale, *k.stride()[:3]),
             *(tokens, blocks, heads),
             ORDERED=order is not None,
-            RESIDUAL=k_smoothing == "block",
         )
     mean_v8 = zeros(dim, padded_blocks, dtype=E4M3)
-    code_sum = v_mean if v_bias_correction else None  # whose means have been used
+    moved = empty(blocks, dim) if v_bias_correction else None
     _round_values[grid](
         *(
             v,
@@ -150,23 +162,23 @@ def prepare(
             v_scale,
             v8.view(torch.int32),
             mean_v8,
-            code_sum,
+            moved,
             *v.stride()[:3],
             tokens,
             blocks,
             heads,
         ),
         ORDERED=order is not None,
-        V_OFFSET=center_v,
-        CODE_SUM=code_sum is not None,
+        V_OFFSET=v_offset is not None,
+        MOVED=moved is not None,
         K32=v_order == "k32",
-        num_warps=ROUNDING_WARPS,
+        num_warps=ROUNDING_WARPS if v_offset is None else CENTRING_WARPS,
     )
     out_offset = v_offset
-    if code_sum is not None:
+    if moved is not None:
         out_offset = empty(dim)
-        _corrected_mean[(dim // CHANNELS, batch * heads)](
-            *(code_sum, v_offset, v_scale, out_offset, tokens, blocks), WIDTH=CHANNELS
+        _corrected_offset[(dim // CHANNELS, batch * heads)](
+            *(moved, v_offset, v_scale, out_offset, tokens, blocks), WIDTH=CHANNELS
         )
     return Prepared(
         *(tokens, q8, k8, v8, q_mean, k_mean, mean_k8, mean_v8),
@@ -300,21 +312,111 @@ def _store_copy(x, copy_ptr, T):
     tl.store(at, x.to(tl.bfloat16), mask=(place < T)[:, None])
 
 
+@triton.jit(do_not_specialize=["T", "NT", "STRIDE"])
+def _sampled_means(
+    a_ptr,
+    b_ptr,
+    order_ptr,
+    mean_a_ptr,
+    mean_b_ptr,
+    stride_ab,
+    stride_at,
+    stride_ah,
+    stride_bb,
+    stride_bt,
+    stride_bh,
+    T,
+    NT,
+    H,
+    STRIDE,
+    ORDERED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """FP32 means over the tokens of blocks 0, STRIDE, 2 STRIDE, ... of one or two tensors.
+
+    Grid (B H, 128 / WIDTH, tensors).
+    """
+    if tl.program_id(2) == 0:
+        _store_sampled_mean(
+            a_ptr,
+            mean_a_ptr,
+            stride_ab,
+            stride_at,
+            stride_ah,
+            order_ptr,
+            T,
+            NT,
+            H,
+            STRIDE,
+            ORDERED,
+            WIDTH,
+        )
+    else:
+        _store_sampled_mean(
+            b_ptr,
+            mean_b_ptr,
+            stride_bb,
+            stride_bt,
+            stride_bh,
+            order_ptr,
+            T,
+            NT,
+            H,
+            STRIDE,
+            ORDERED,
+            WIDTH,
+        )
+
+
+@triton.jit
+def _store_sampled_mean(
+    x_ptr,
+    mean_ptr,
+    stride_b,
+    stride_t,
+    stride_h,
+    order_ptr,
+    T,
+    NT,
+    H,
+    STRIDE,
+    ORDERED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    flat = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    head_ptr = x_ptr + (flat // H) * stride_b + (flat % H) * stride_h
+    row = tl.arange(0, _AT_ONCE * _BLOCK)
+    place_in_first = (row // _BLOCK * STRIDE * _BLOCK + row % _BLOCK).to(tl.int64)
+    total = tl.zeros((_AT_ONCE * _BLOCK, WIDTH), tl.float32)
+    real = tl.zeros((_AT_ONCE * _BLOCK,), tl.float32)
+    for first in range(0, NT, STRIDE * _AT_ONCE):
+        place = place_in_first + first * _BLOCK
+        token = place
+        if ORDERED:
+            token = tl.load(order_ptr + place, mask=place < T, other=0)
+        at = head_ptr + token[:, None] * stride_t + channel[None, :]
+        total += tl.load(at, mask=(place < T)[:, None], other=0.0).to(tl.float32)
+        real += (place < T).to(tl.float32)
+    mean = tl.div_rn(tl.sum(total, 0), tl.sum(real, 0))
+    tl.store(mean_ptr + flat * _DIM + channel, mean)
+
+
 @triton.jit(do_not_specialize=["T", "NT"])
 def _summarise_fp8(
     q_ptr,
     k_ptr,
     v_ptr,
     order_ptr,
+    k_offset_ptr,
+    v_offset_ptr,
     q8_ptr,
     k8_ptr,
     q_scale_ptr,
     k_scale_ptr,
     q_mean_ptr,
     k_mean_ptr,
-    v_mean_ptr,
-    v_low_ptr,
-    v_high_ptr,
+    v_reach_ptr,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -329,13 +431,12 @@ def _summarise_fp8(
     H,
     ORDERED: tl.constexpr,
     ROUND_K: tl.constexpr,
-    V_RANGE: tl.constexpr,
+    K_OFFSET: tl.constexpr,
+    V_OFFSET: tl.constexpr,
 ):
-    """Codes and block means of Q and K, and the reach of V in every block. Grid (B H, NT, 3).
+    """Codes and block means of Q and K, and V's largest magnitude in every block. Grid (B H, NT, 3).
 
-    K is left alone if something is to be subtracted from it first. If something is to be
-    subtracted from V, its mean and its least and largest value are taken, else its largest
-    magnitude, as v_high.
+    Offsets are subtracted first. K is not rounded if its block means are to be subtracted, too.
     """
     at = _block_row(NT) * _DIM + tl.arange(0, _DIM)
     which = tl.program_id(2)
@@ -345,27 +446,34 @@ def _summarise_fp8(
         _store_rounded_block(q, q8_ptr, q_scale_ptr, NT)
     elif which == 1:
         k = _read_block(k_ptr, order_ptr, stride_kb, stride_kt, stride_kh, T, H, ORDERED)
+        if K_OFFSET:
+            k = _less_offset(k, k_offset_ptr, T)
         tl.store(k_mean_ptr + at, _block_mean(k, T))
         if ROUND_K:
             _store_rounded_block(k, k8_ptr, k_scale_ptr, NT)
     else:
         v = _read_block(v_ptr, order_ptr, stride_vb, stride_vt, stride_vh, T, H, ORDERED)
-        if V_RANGE:
-            tl.store(v_mean_ptr + at, _block_mean(v, T))
-            inside = (tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK) < T)[:, None]
-            tl.store(v_low_ptr + at, tl.min(tl.where(inside, v, float("inf")), 0))
-            tl.store(v_high_ptr + at, tl.max(tl.where(inside, v, float("-inf")), 0))
-        else:
-            tl.store(v_high_ptr + at, tl.max(tl.abs(v), 0))
+        if V_OFFSET:
+            v = _less_offset(v, v_offset_ptr, T)
+        tl.store(v_reach_ptr + at, tl.max(tl.abs(v), 0))
+
+
+@triton.jit
+def _less_offset(x, offset_ptr, T):
+    """This program's (64, 128) block less its head's offset; rows past T stay zeros."""
+    flat = tl.program_id(0).to(tl.int64)
+    offset = tl.load(offset_ptr + flat * _DIM + tl.arange(0, _DIM))
+    inside = (tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK) < T)[:, None]
+    return tl.where(inside, x - offset[None, :], 0.0)
 
 
 @triton.jit
 def _read_means(x_ptr, flat, group, NT):
-    """(64, 128) FP32 block means of one group of a head, zeros past NT; and which rows are real."""
+    """(64, 128) FP32 block means of one group of a head, zeros past NT."""
     block = group * _BLOCK + tl.arange(0, _BLOCK)
     inside = (block < NT)[:, None]
     at = x_ptr + (flat * NT + block[:, None]) * _DIM + tl.arange(0, _DIM)[None, :]
-    return tl.load(at, mask=inside, other=0.0), inside
+    return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -376,90 +484,44 @@ def _read_columns(x_ptr, start, channel, NT, other):
     return tl.load(at, mask=(block < NT)[:, None], other=other).to(tl.float32)
 
 
-@triton.jit
-def _sequence_mean(mean_ptr, channel, T, NT, WIDTH: tl.constexpr):
-    """(width,) FP32 mean over all tokens of a head, from its block means."""
-    total = tl.zeros((WIDTH,), tl.float32)
-    for start in range(0, NT, _BLOCK):
-        mean = _read_columns(mean_ptr, start, channel, NT, 0.0)
-        length = tl.minimum(T - (start + tl.arange(0, _BLOCK)) * _BLOCK, _BLOCK)
-        total += tl.sum(mean * length.to(tl.float32)[:, None], 0)
-    return tl.div_rn(total, T.to(tl.float32))
-
-
-@triton.jit(do_not_specialize=["T", "NT"])
-def _sequence_statistics(
-    k_mean_ptr,
-    v_mean_ptr,
-    v_low_ptr,
-    v_high_ptr,
-    k_offset_ptr,
-    v_offset_ptr,
-    v_scale_ptr,
-    T,
-    NT,
-    K_OFFSET: tl.constexpr,
-    V_OFFSET: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Sequence means of K and V where asked for, and V's scales. Grid (128 / WIDTH, B H)."""
+@triton.jit(do_not_specialize=["NT"])
+def _value_scales(v_reach_ptr, v_scale_ptr, NT, WIDTH: tl.constexpr):
+    """V's scales, from its largest magnitudes in every block. Grid (128 / WIDTH, B H)."""
     flat = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    head = flat * NT * _DIM
-    at = flat * _DIM + channel
-    if K_OFFSET:
-        tl.store(k_offset_ptr + at, _sequence_mean(k_mean_ptr + head, channel, T, NT, WIDTH))
-    reach = tl.full((WIDTH,), float("-inf"), tl.float32)
+    reach = tl.zeros((WIDTH,), tl.float32)
     for start in range(0, NT, _BLOCK):
-        high = _read_columns(v_high_ptr + head, start, channel, NT, float("-inf"))
-        reach = tl.maximum(reach, tl.max(high, 0))
-    if V_OFFSET:
-        low = tl.full((WIDTH,), float("inf"), tl.float32)
-        for start in range(0, NT, _BLOCK):
-            block_low = _read_columns(v_low_ptr + head, start, channel, NT, float("inf"))
-            low = tl.minimum(low, tl.min(block_low, 0))
-        # Subtracting is monotone, rounding included: the extremes stay the extremes.
-        offset = _sequence_mean(v_mean_ptr + head, channel, T, NT, WIDTH)
-        tl.store(v_offset_ptr + at, offset)
-        reach = tl.maximum(tl.abs(low - offset), tl.abs(reach - offset))
-    tl.store(v_scale_ptr + at, _scale(reach))
+        columns = _read_columns(v_reach_ptr + flat * NT * _DIM, start, channel, NT, 0.0)
+        reach = tl.maximum(reach, tl.max(columns, 0))
+    tl.store(v_scale_ptr + flat * _DIM + channel, _scale(reach))
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
-def _corrected_mean(code_sum_ptr, v_offset_ptr, v_scale_ptr, out_ptr, T, NT, WIDTH: tl.constexpr):
-    """Mean of V less what rounding left of it in the codes. Grid (128 / WIDTH, B H)."""
+def _corrected_offset(moved_ptr, v_offset_ptr, v_scale_ptr, out_ptr, T, NT, WIDTH: tl.constexpr):
+    """Offset of V less what rounding added to V's mean. Grid (128 / WIDTH, B H)."""
     flat = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     at = flat * _DIM + channel
     total = tl.zeros((WIDTH,), tl.float32)
     for start in range(0, NT, _BLOCK):
-        columns = _read_columns(code_sum_ptr + flat * NT * _DIM, start, channel, NT, 0.0)
+        columns = _read_columns(moved_ptr + flat * NT * _DIM, start, channel, NT, 0.0)
         total += tl.sum(columns, 0)
-    lost = tl.div_rn(total, T.to(tl.float32)) * tl.load(v_scale_ptr + at)
-    tl.store(out_ptr + at, tl.load(v_offset_ptr + at) - lost)
+    moved = tl.div_rn(total, T.to(tl.float32)) * tl.load(v_scale_ptr + at)
+    tl.store(out_ptr + at, tl.load(v_offset_ptr + at) - moved)
 
 
 @triton.jit(do_not_specialize=["NT"])
-def _round_mean_keys(
-    k_mean_ptr, k_offset_ptr, mean_k8_ptr, mean_k_scale_ptr, NT, K_OFFSET: tl.constexpr
-):
-    """Codes of 64 mean keys with one scale; takes the offset out of k_mean. Grid (B H, NG)."""
+def _round_mean_keys(k_mean_ptr, mean_k8_ptr, mean_k_scale_ptr, NT):
+    """Codes of 64 mean keys with one scale. Grid (B H, NG)."""
     flat = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, _DIM)
-    mean, inside = _read_means(k_mean_ptr, flat, tl.program_id(1), NT)
-    if K_OFFSET:
-        mean = tl.where(inside, mean - tl.load(k_offset_ptr + flat * _DIM + channel)[None, :], 0.0)
-        block = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
-        at = k_mean_ptr + (flat * NT + block[:, None]) * _DIM + channel[None, :]
-        tl.store(at, mean, mask=inside)
+    mean = _read_means(k_mean_ptr, flat, tl.program_id(1), NT)
     _store_rounded_block(mean, mean_k8_ptr, mean_k_scale_ptr, tl.num_programs(1))
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
-def _round_keys(
+def _round_residual_keys(
     k_ptr,
     order_ptr,
-    k_offset_ptr,
     mean_k8_ptr,
     mean_k_scale_ptr,
     k8_ptr,
@@ -471,21 +533,16 @@ def _round_keys(
     NT,
     H,
     ORDERED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
 ):
-    """Codes of K less the sequence mean, or less the rounded mean of each block. Grid (B H, NT)."""
+    """Codes of K less the rounded mean of each block. Grid (B H, NT)."""
     flat = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, _DIM)
-    if RESIDUAL:
-        groups = (NT + _BLOCK - 1) // _BLOCK
-        row = flat * groups * _BLOCK + tl.program_id(1)
-        scale = tl.load(mean_k_scale_ptr + flat * groups + tl.program_id(1) // _BLOCK)
-        offset = tl.load(mean_k8_ptr + row * _DIM + channel).to(tl.float32) * scale
-    else:
-        offset = tl.load(k_offset_ptr + flat * _DIM + channel)
+    groups = (NT + _BLOCK - 1) // _BLOCK
+    row = flat * groups * _BLOCK + tl.program_id(1)
+    scale = tl.load(mean_k_scale_ptr + flat * groups + tl.program_id(1) // _BLOCK)
+    mean = tl.load(mean_k8_ptr + row * _DIM + tl.arange(0, _DIM)).to(tl.float32) * scale
     k = _read_block(k_ptr, order_ptr, stride_b, stride_t, stride_h, T, H, ORDERED)
     inside = (tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK) < T)[:, None]
-    k = tl.where(inside, k - offset[None, :], 0.0)
+    k = tl.where(inside, k - mean[None, :], 0.0)
     _store_rounded_block(k, k8_ptr, k_scale_ptr, NT)
 
 
@@ -517,8 +574,10 @@ def _scaled_rows(
 
 @triton.jit
 def _pack_and_sum(a, b, c, d):
-    """E4M3 codes of four tensors as the bytes of an int32 tensor, first lowest; and their FP32 sum."""
+    """E4M3 codes of four tensors as the bytes of an int32 tensor, first lowest; their FP32 sum; and how
+    much more that is than the sum of the tensors."""
     if _INTERPRETED:
+        exact = (a + b) + (c + d)
         a, b, c, d = (
             a.to(tl.float8e4nv),
             b.to(tl.float8e4nv),
@@ -527,13 +586,13 @@ def _pack_and_sum(a, b, c, d):
         )
         total = (a.to(tl.float32) + b.to(tl.float32)) + (c.to(tl.float32) + d.to(tl.float32))
         packed = _byte(a) | (_byte(b) << 8) | (_byte(c) << 16) | (_byte(d) << 24)
-        return packed, total
+        return packed, total, total - exact
     else:
         return tl.inline_asm_elementwise(
             _PACK_AND_SUM,
-            "=r,=f,f,f,f,f",
+            "=&r,=&f,=&f,f,f,f,f",
             [a, b, c, d],
-            dtype=(tl.int32, tl.float32),
+            dtype=(tl.int32, tl.float32, tl.float32),
             is_pure=True,
             pack=1,
         )
@@ -552,7 +611,7 @@ def _round_values(
     v_scale_ptr,
     v8_ptr,
     mean_v8_ptr,
-    code_sum_ptr,
+    moved_ptr,
     stride_b,
     stride_t,
     stride_h,
@@ -561,7 +620,7 @@ def _round_values(
     H,
     ORDERED: tl.constexpr,
     V_OFFSET: tl.constexpr,
-    CODE_SUM: tl.constexpr,
+    MOVED: tl.constexpr,
     K32: tl.constexpr,
 ):
     """Codes of V, tokens contiguous, and codes of its block means. Grid (B H, NT).
@@ -621,13 +680,13 @@ def _round_values(
         V_OFFSET,
         K32,
     )
-    packed, total = _pack_and_sum(a, b, c, d)
+    packed, total, moved = _pack_and_sum(a, b, c, d)
     row = flat * _DIM + channel
     at = v8_ptr + row[:, None] * (NT * (_BLOCK // 4)) + block * (_BLOCK // 4) + word[None, :]
     tl.store(at, tl.trans(packed))
+    if MOVED:
+        tl.store(moved_ptr + _block_row(NT) * _DIM + channel, tl.sum(moved, 0))
     total = tl.sum(total, 0)
-    if CODE_SUM:
-        tl.store(code_sum_ptr + _block_row(NT) * _DIM + channel, total)
     groups = (NT + _BLOCK - 1) // _BLOCK
     mean = tl.div_rn(total, _length(T)).to(tl.float8e4nv)
     column = _slot_of_token(block) if K32 else block

@@ -18,7 +18,7 @@ SPILLED_BYTES = {"bf16-ordered": 64, "fp8-v-mean": 40}
 SPILLED_BYTES_OF_OTHERS = 16
 # Reads of them inside the main loop, one address each. The default path has none.
 RELOADS_IN_LOOP = {"bf16-ordered": 1}
-READERS = {"_summarise_bf16", "_summarise_fp8", "_round_keys", "_round_values"}
+READERS = {"_summarise_bf16", "_summarise_fp8", "_round_residual_keys", "_round_values"}
 LOCAL_MEMORY = r"\b(LDL|STL)\b"
 OPTIONS = {
     "bf16": {"precision": "bf16"},
@@ -82,12 +82,14 @@ def test_compiles(launches, name):
     names = [kernel.name for kernel in launches]
     prepares = {
         "bf16": ["_summarise_bf16"],
-        "fp8": ["_summarise_fp8", "_sequence_statistics", "_round_mean_keys", "_round_values"],
+        "fp8": ["_summarise_fp8", "_value_scales", "_round_mean_keys", "_round_values"],
     }[options["precision"]]
-    if options.get("k_smoothing"):
-        prepares = [*prepares[:-1], "_round_keys", prepares[-1]]
+    if "mean" in (options.get("k_smoothing"), options.get("v_smoothing")):
+        prepares = ["_sampled_means", *prepares]
+    if options.get("k_smoothing") == "block":
+        prepares = [*prepares[:-1], "_round_residual_keys", prepares[-1]]
     if options.get("v_smoothing") and options.get("v_bias_correction", True):
-        prepares.append("_corrected_mean")
+        prepares.append("_corrected_offset")
     routes = ["_route"] if options.get("routing") is False else ["_moments", "_route"]
     merges = ["_merge"] if "kv_splits" in options else []
     assert names == [*prepares, *routes, "_attend", *merges]

@@ -263,7 +263,14 @@ def test_everything_exact_is_dense_attention(attention, precision):
     cases = ({"tau": -1000.0}, {"routing": False}, {"tau": 8.0, "layout": everything})
     results = [attention(q, k, v, precision=precision, **options) for options in cases]
     assert rel_l2(results[0][0], dense) <= TO_FP32[precision]
-    assert same(results[1], results[0]) and same(results[2], results[0])
+    assert same(results[2], results[0])
+    if attention.backend == "sm90" and precision == "fp8":
+        # Without routing two blocks make one sum on the tensor cores, of products that keep 13 bits or
+        # more below the largest: four steps of 2^-14 of a row's output, and its rounding to BF16.
+        assert rel_l2(results[1][0], results[0][0]) <= 2**-9 + 4 * 2**-14
+        assert (results[1][1] - results[0][1]).abs().max() <= 1e-4
+    else:
+        assert same(results[1], results[0])
     rows = attention(q, k, v, precision=precision, tau=8.0, layout=TokenLayout(dense_q=((0, 64),)))
     assert torch.equal(rows[0][:, :64], results[0][0][:, :64])
 
