@@ -55,11 +55,13 @@ class NormSettings:
         eps: added to the variance, or to the mean square.
         round_product: whether norm (1 + scale) is rounded before shift is added: two operations,
             as in MiniMax-H3. Else it is one, as in Wan's ``addcmul``.
+        scale_has_one: whether scale is 1 + scale already, rounded by whoever added them.
     """
 
     kind: str = LAYER_NORM
     eps: float = 1e-6
     round_product: bool = False
+    scale_has_one: bool = False
 
 
 @dataclass

@@ -57,6 +57,7 @@ def quantize_norm(
     shift: torch.Tensor | None = None,
     mod_row: torch.Tensor | None = None,
     round_product: bool = False,
+    scale_has_one: bool = False,
     backend: str = "auto",
 ) -> QuantizedRows:
     """Row quantisation of norm(x) (1 + scale) + shift, rounded where a model rounds (README.md).
@@ -72,6 +73,7 @@ def quantize_norm(
             rows of x, and that many neighbours share a row.
         round_product: round norm (1 + scale) before shift is added: a model that multiplies and
             adds in two operations (MiniMax-H3). False: one operation (Wan).
+        scale_has_one: scale holds 1 + scale, as a model that hands both on has computed it.
         backend: "auto" or a name.
 
     Returns:
@@ -82,7 +84,17 @@ def quantize_norm(
     """
     return QuantizedRows(
         *_quantize_norm(
-            x, weight, bias, scale, shift, mod_row, kind, float(eps), round_product, backend
+            x,
+            weight,
+            bias,
+            scale,
+            shift,
+            mod_row,
+            kind,
+            float(eps),
+            round_product,
+            scale_has_one,
+            backend,
         )
     )
 
@@ -157,7 +169,7 @@ def _activate(x, activation, backend):
     return codes.view(*x.shape[:-1], columns), scale.view(*x.shape[:-1], 1)
 
 
-def _norm(x, weight, bias, scale, shift, mod_row, kind, eps, round_product, backend):
+def _norm(x, weight, bias, scale, shift, mod_row, kind, eps, round_product, scale_has_one, backend):
     check_norm(x, weight, bias, scale, shift, mod_row, kind, eps)
     if x.numel() == 0:
         return _empty(x, x.shape)
@@ -169,7 +181,7 @@ def _norm(x, weight, bias, scale, shift, mod_row, kind, eps, round_product, back
     flat = table(x)
     codes, row_scale = _chosen(NORM_OP, flat, columns, backend)(
         flat,
-        NormSettings(kind, eps, round_product),
+        NormSettings(kind, eps, round_product, scale_has_one),
         None if weight is None else weight.contiguous(),
         None if bias is None else bias.contiguous(),
         table(scale),
@@ -206,7 +218,7 @@ _quantize_norm = torch.library.custom_op(
     _norm,
     mutates_args=(),
     schema="(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, "
-    "Tensor? mod_row, str kind, float eps, bool round_product, str backend) "
+    "Tensor? mod_row, str kind, float eps, bool round_product, bool scale_has_one, str backend) "
     "-> (Tensor codes, Tensor scale)",
 )
 
@@ -217,5 +229,5 @@ def _fake_activation(x, activation, backend):
 
 
 @_quantize_norm.register_fake
-def _fake_norm(x, weight, bias, scale, shift, mod_row, kind, eps, round_product, backend):
+def _fake_norm(x, *rest):
     return _empty(x, x.shape)

@@ -9,7 +9,7 @@ rounds. What is quantised is therefore what the model's own Linear would have be
               or  r(x (mean square + eps)^(-1/2) weight + bias)
     modulated h = r(n r(1 + scale) + shift), or r(r(n r(1 + scale)) + shift) with round_product
 
-r rounds to x's dtype.
+r rounds to x's dtype. With scale_has_one, r(1 + scale) is given in place of scale.
 """
 
 import torch
@@ -40,7 +40,7 @@ def norm_reference(
 
     Args:
         x: (M, K) bfloat16, float16 or float32; all others in the same dtype.
-        settings: which norm, its eps, and how often the modulation rounds.
+        settings: which norm, its eps, and how the modulation is given and rounded.
         weight, bias: (K,) or None.
         scale, shift: (R, K), both or neither.
         mod_row: (M,) integers, the row of scale and shift for each row of x; None if R divides M
@@ -58,7 +58,8 @@ def norm_reference(
     if scale is None:
         return y
     index = modulation_rows(x.shape[0], scale, mod_row)
-    factor = (1.0 + scale.float()).to(x.dtype)[index]
+    factor = scale if settings.scale_has_one else (1.0 + scale.float()).to(x.dtype)
+    factor = factor[index]
     product = y.float() * factor.float()
     if settings.round_product:
         product = product.to(x.dtype).float()

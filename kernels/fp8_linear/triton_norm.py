@@ -45,6 +45,7 @@ def _quantize_norm_kernel(
     HAS_MODULATION: tl.constexpr,
     HAS_MOD_ROW: tl.constexpr,
     ROUND_PRODUCT: tl.constexpr,
+    SCALE_HAS_ONE: tl.constexpr,
     PART: tl.constexpr,  # power of two: 16 bytes of x for every thread
     PARTS: tl.constexpr,  # PART PARTS is at least columns
     EVEN: tl.constexpr,  # ... and equal to it
@@ -85,7 +86,8 @@ def _quantize_norm_kernel(
             y += widened(tl.load(bias_ptr + at, mask=inside, other=other))
         if HAS_MODULATION:
             factor = widened(tl.load(mod_scale_ptr + at, mask=inside, other=other))
-            factor = widened(rounded(1.0 + factor, dtype))
+            if not SCALE_HAS_ONE:
+                factor = widened(rounded(1.0 + factor, dtype))
             shift = widened(tl.load(mod_shift_ptr + at, mask=inside, other=other))
             y = widened(rounded(y, dtype)) * factor
             if ROUND_PRODUCT:
@@ -151,6 +153,7 @@ def quantize_norm_triton(
             HAS_MODULATION=modulated,
             HAS_MOD_ROW=mod_row is not None,
             ROUND_PRODUCT=settings.round_product,
+            SCALE_HAS_ONE=settings.scale_has_one,
             PART=part,
             PARTS=parts,
             EVEN=part * parts == columns,

@@ -41,9 +41,9 @@ class SolAttnConfig:
         precision: "bf16", "fp8", or None for FP8 where the chosen backend has it.
         routing: False computes every block exactly, whatever tau says.
         qk_dtype: element type of Q and K on the FP8 path.
-        k_smoothing: "mean" subtracts the sequence mean from K before quantising, "block" the
-            mean of each block. FP8 only; without quantisation the result is the same.
-        v_smoothing: "mean" subtracts the sequence mean from V and adds it to the output.
+        k_smoothing: "mean" subtracts a mean of the sequence from K before quantising (over a
+            sample: any vector would do, see README.md), "block" the mean of each block. FP8 only; without quantisation the result is the same.
+        v_smoothing: "mean" does so for V, and adds what it subtracted to the output.
         v_bias_correction: also corrects the mean that rounding V leaves. None means on exactly
             when v_smoothing is "mean"; True without it is a ValueError.
         exp_mode: how probabilities become E4M3 on the FP8 path.

@@ -21,6 +21,7 @@ from .linear_formats import (
     weight_format,
     why_not_shape,
 )
+from .linear_fused import activations, defer_norms
 from .linear_share import share_keys
 from .linear_weight import is_weight_function, weight_function
 from .plan import FP8LinearRequest
@@ -158,13 +159,16 @@ def find_module(model, name: str):
 def add_weight_functions(model, settings: LinearSettings) -> None:
     """Put our function on every converted weight of ``model``, a clone of ours."""
     before = model.patches_uuid
-    keys = share_keys(layer.name for layer, _ in settings.converted)
+    names = [layer.name for layer, _ in settings.converted]
+    keys, following = share_keys(names), activations(names)
     for layer, grid in settings.converted:
-        function = weight_function(grid, keys.get(layer.name, ""))
+        name = layer.name
+        function = weight_function(grid, keys.get(name, ""), following.get(name, ""))
         model.add_weight_wrapper(f"{PREFIX}{layer.name}.weight", function)
     # A random one, as add_weight_wrapper leaves behind, would load the model again each time.
     what = ";".join(f"{layer.name}={grid}" for layer, grid in settings.converted)
     model.patches_uuid = uuid.uuid5(_NAMESPACE, f"{before}:{what}")
+    defer_norms(model, names)
 
 
 def sort_weight_functions(model, settings: LinearSettings) -> None:

@@ -16,6 +16,7 @@ from ..models.checkpoint import CheckpointFacts, inspect_checkpoint
 from .apply import adapter_of, installed, runtime_of
 from .linear import LinearSettings, find_module
 from .linear_formats import why_not_shape
+from .linear_fused import activations, defer_norms
 from .linear_ops import COMPUTE, STORE, FP8Weights, fp8_operations, why_no_fp8_load
 from .linear_rows import FP8
 from .linear_share import share_keys
@@ -59,6 +60,7 @@ def load_fp8_model(path: str, disable_dynamic: bool = False):
         scales=scales,
         device=_quantising_device(),
         shares=share_keys(facts.weights.layers.compute),
+        activations=activations(facts.weights.layers.compute),
         done=_progress(len(facts.weights.layers.compute | facts.weights.layers.store)),
     )
     options = {"custom_operations": fp8_operations(weights)}
@@ -79,6 +81,7 @@ def load_fp8_model(path: str, disable_dynamic: bool = False):
         patcher.cached_patcher_init = (load_fp8_model, (path,))
     adapter = adapter_of(patcher, "linear_precision fp8")
     settings = loaded_settings(patcher, adapter, facts)
+    defer_norms(patcher, (layer.name for layer, _ in settings.converted))
     plan = AccelerationPlan(linear=settings.request)
     return installed(patcher, plan, AccelerationRuntime(adapter, None, settings))
 

@@ -23,6 +23,7 @@ from ..models.stored_formats import ROWS_FORMAT
 from . import linear_layout
 from .linear_formats import why_not_shape
 from .linear_rows import E4M3, FP8, dequantize_rows, plain_weight, row_weight, stochastic_rows
+from .linear_run import handed_out
 from .linear_stored import patched_rows_linear, stored_linear, widened_linear
 
 COMPUTE, STORE = "compute", "store"
@@ -38,6 +39,7 @@ class FP8Weights:
         device: where to quantise; weights stay where they are.
         shares: layer name -> its key, see ``share_keys``.
         done: called after each of these layers.
+        activations: layer name -> what follows it, see ``linear_fused.activations``.
     """
 
     roles: Mapping[str, str]
@@ -45,6 +47,7 @@ class FP8Weights:
     device: torch.device
     shares: Mapping[str, str] = field(default_factory=dict)
     done: Callable[[], None] = lambda: None
+    activations: Mapping[str, str] = field(default_factory=dict)
 
 
 def why_no_fp8_load() -> str | None:
@@ -92,7 +95,7 @@ class _Linear:
         is_hopper_sol_fp8: the weight is FP8 rows; decided when it is loaded.
         computes: the product is FP8 as well; otherwise the weight is widened for it.
         source: format that the weight had in the file, in words.
-        share: see ``share_keys``.
+        share: see ``share_keys``. activation: see ``linear_fused.activations``.
         seed: of rounding after a LoRA; from the name of the weight, as ComfyUI derives it, so that
             a LoRA is rounded the same way wherever it is applied.
         rows_are_in: (store of the module, name in it) of every tensor that belongs to the rows.
@@ -106,6 +109,7 @@ class _Linear:
     computes = False
     source = ""
     share = ""
+    activation = ""
     seed = 0
 
     def __init__(self, in_features, out_features, bias=True, device=None, dtype=None):
@@ -147,6 +151,7 @@ class _Linear:
             self._keep(_rows_on(weights.device, weight, scale))
             self.seed = zlib.crc32(f"diffusion_model.{name}.weight".encode())
             self.share = weights.shares.get(name, "")
+            self.activation = weights.activations.get(name, "")
             self.is_hopper_sol_fp8, self.computes = True, role == COMPUTE
             weights.done()
             return
@@ -163,7 +168,7 @@ class _Linear:
         _run_every_op()
         if torch.is_grad_enabled() and input.requires_grad:  # the FP8 Linear has no backward pass
             return self._forward_plain(input)
-        return self._forward_rows(input)
+        return handed_out(self._forward_rows(input), self.activation)
 
     def _forward_plain(self, input):
         codes, scale = (tensor.to(input.device) for tensor in self.rows())

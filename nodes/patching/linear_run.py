@@ -4,6 +4,7 @@ A layer's weight knows neither its model nor its run, so the run that is in prog
 """
 
 import logging
+import os
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from ...kernels import (
     quantize_rowwise,
 )
 from .failures import describe_failure, is_interrupt, raise_if_sticky
+from .linear_deferred import NORM, computed, fused_kind, mark
 from .linear_rows import dequantize_rows, stochastic_rows
 from .linear_share import SharedRows
 
@@ -26,25 +28,39 @@ log = logging.getLogger("hopper_sol")
 # Below it a GEMM is bound by reading the weight, and quantising that costs another two reads.
 MIN_ROWS = 16
 FEW_ROWS = f"fewer than {MIN_ROWS} rows"
+# The others would sum a norm in another order than PyTorch does, and save no pass over memory.
+NORM_BACKENDS = frozenset({"triton"})
+# "0" computes activations and norms apart, as the model does: to find out what is to blame.
+FUSED_SWITCH = "HOPPER_SOL_FUSED"
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class LinearRun:
-    """Counters of a run. Safe to call from several threads at once; touches no device."""
+    """Counters of a run. Safe to call from several threads at once; touches no device.
+
+    fuses: whether activations and norms are computed along with the rounding of their results.
+    """
 
     def __init__(self):
         self.fp8_calls = 0
         self.backends: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
+        self.fuses = os.environ.get(FUSED_SWITCH, "1") != "0"
+        self.fused: Counter[str] = Counter()
+        self.unfused: Counter[str] = Counter()
         self.declined: dict[str, str] = {}
         self.notes: list[str] = []
         self.failed: frozenset[str] = frozenset()
+        self._failed_fused: frozenset[tuple[str, str]] = frozenset()
         self._shared = SharedRows()
         self._lock = threading.Lock()
 
-    def converted(self, backend: str, declined: dict[str, str]) -> None:
-        """A call ran in FP8."""
+    def converted(self, backend: str, declined: dict[str, str], fused: str = "") -> None:
+        """A call ran in FP8; ``fused``: what was computed along with its input's rounding."""
         with self._lock:
             self.fp8_calls += 1
+            if fused:
+                self.fused[fused] += 1
             self.backends[backend] += 1
             self.declined.update(declined)
 
@@ -67,11 +83,55 @@ class LinearRun:
         return f"backend {backend!r} failed"
 
     def quantized(self, x: torch.Tensor, share: str, backend: str):
-        """``x`` as an operand of fp8_linear: its rows, if other layers may have a use for them."""
-        if not share:
-            self._shared.clear(x.device)
-            return x
-        return self._shared.rows(x, share, backend, lambda: quantize_rowwise(x, backend=backend))
+        """(``x`` as an operand of fp8_linear, what was fused with its rounding or "").
+
+        Rows, if other layers may have a use for them or if something was fused.
+        """
+        fused = self._fused(x, backend)
+        if fused:
+            try:
+                return self._rows(x, share, backend, lambda: x.quantize(backend)), fused
+            except Exception as error:
+                if is_interrupt(error):
+                    raise
+                raise_if_sticky("FP8 Linear", f"{backend} {fused}", error, x.device)
+                self._fused_failure(fused, backend, error)
+        x = computed(x)
+        if share:
+            rows = self._rows(x, share, backend, lambda: quantize_rowwise(x, backend=backend))
+            return rows, ""
+        self._shared.clear(x.device)
+        return x, ""
+
+    def _rows(self, x, share: str, backend: str, make) -> QuantizedRows:
+        if share:
+            return self._shared.rows(x, share, backend, make)
+        self._shared.clear(x.device)
+        return make()
+
+    def _fused(self, x: torch.Tensor, backend: str) -> str:
+        """``fused_kind`` of ``x`` if ``backend`` is to compute it."""
+        fused = fused_kind(x)
+        if fused == NORM and backend not in NORM_BACKENDS:
+            return ""
+        if (fused, backend) in self._failed_fused:
+            with self._lock:
+                self.unfused[f"{fused} failed"] += 1
+            return ""
+        return fused
+
+    def _fused_failure(self, fused: str, backend: str, error: Exception) -> None:
+        """Compute ``fused`` apart for the rest of the run."""
+        with self._lock:
+            self.unfused[f"{fused} failed"] += 1
+            first = (fused, backend) not in self._failed_fused
+            self._failed_fused |= {(fused, backend)}
+            if first:
+                what = describe_failure("FP8 Linear", f"{backend} {fused}", error)
+                self.notes.append(
+                    f"{fused} along with rounding failed in backend {backend!r}, and is computed "
+                    f"apart since: {what}"
+                )
 
     def seal(self) -> dict:
         """The counts as plain data."""
@@ -81,6 +141,8 @@ class LinearRun:
                 "fp8_calls": self.fp8_calls,
                 "backend": dict(self.backends),
                 "fallbacks": dict(self.fallbacks.most_common()),
+                "fused": dict(self.fused),
+                "unfused": dict(self.unfused),
                 "declined_backends": dict(self.declined),
                 "notes": list(self.notes),
             }
@@ -102,6 +164,34 @@ def counting(run: LinearRun | None):
         _runs.remove(run)
 
 
+def handed_out(out: torch.Tensor, activation: str) -> torch.Tensor:
+    """``out`` of a Linear that ``activation`` follows, marked where that can be put off.
+
+    "" for a layer that nothing of the kind follows. Never while torch.compile traces: the compiler
+    knows no such tensors, and makes one pass of what it sees.
+    """
+    if not activation or torch.compiler.is_compiling() or not _defers(out):
+        return out
+    return mark(out, activation)
+
+
+def defers_norm(x: torch.Tensor) -> bool:
+    """Whether the norm of ``x`` can be put off."""
+    if torch.compiler.is_compiling():
+        return False
+    return x.dim() > 1 and _defers(x)
+
+
+def _defers(x: torch.Tensor) -> bool:
+    """In a run that fuses, for an ordinary tensor that neither training nor autocast looks at."""
+    if not _runs or not _runs[-1].fuses or type(x) is not torch.Tensor or x.dtype not in _FLOATS:
+        return False
+    # Autocast decides about dtypes when an operation runs.
+    if torch.is_autocast_enabled(x.device.type):
+        return False
+    return not (torch.is_grad_enabled() and x.requires_grad)
+
+
 def compute(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -112,7 +202,7 @@ def compute(
     """F.linear in FP8 where a backend takes it, else as it is. Always a new tensor.
 
     Args:
-        x: (..., K) bfloat16, float16 or float32.
+        x: (..., K) bfloat16, float16 or float32; Pending only with a ``fused_kind``.
         weight: (N, K), quantised here; grid: see ``quantize_rowwise``.
         bias: (N,) or None.
         share: key of ``share_keys``, for a layer whose input others have as well.
@@ -180,9 +270,8 @@ def _compute(x, weight, bias, share, *, rows, plain, reason=None):
             reason = unavailable.listed
     if reason is None:
         try:
-            out = fp8_linear(
-                run.quantized(x, share, backend), *rows(backend), bias, backend=backend
-            )
+            operand, fused = run.quantized(x, share, backend)
+            out = fp8_linear(operand, *rows(backend), bias, backend=backend)
             out = out.to(x.dtype)
         except Exception as error:
             if is_interrupt(error):
@@ -190,7 +279,7 @@ def _compute(x, weight, bias, share, *, rows, plain, reason=None):
             raise_if_sticky("FP8 Linear", backend, error, x.device)
             reason = run.failure(backend, error)
         else:
-            run.converted(backend, declined)
+            run.converted(backend, declined, fused)
             return out
     run.fell_back(reason)
-    return torch.nn.functional.linear(x, plain(), bias)
+    return torch.nn.functional.linear(computed(x), plain(), bias)

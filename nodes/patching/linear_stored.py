@@ -6,6 +6,7 @@ Choosing a backend, counting and falling back happen when the op runs and not wh
 import torch
 
 from ...kernels import QuantizedRows
+from .linear_deferred import is_fusible
 from .linear_rows import dequantize_rows, pieces
 from .linear_run import compute_patched, compute_rows
 
@@ -17,7 +18,9 @@ def stored_linear(x, codes, scale, bias=None, share: str = ""):
 
     share: see ``share_keys``.
     """
-    return _stored_linear(x, codes, scale, bias, share)
+    # Outside of the op, which would have a pending tensor computed.
+    forward = _stored if is_fusible(x) else _stored_linear
+    return forward(x, codes, scale, bias, share)
 
 
 def widened_linear(x, codes, scale, bias=None):
@@ -36,7 +39,8 @@ def patched_rows_linear(x, weight, bias, seed: int, share: str = ""):
     """
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.dtype not in _FLOATS:
         return torch.nn.functional.linear(x, weight, bias)
-    return _patched_rows_linear(x, weight, bias, seed, share)
+    forward = _patched if is_fusible(x) else _patched_rows_linear
+    return forward(x, weight, bias, seed, share)
 
 
 def _stored(x, codes, scale, bias, share):

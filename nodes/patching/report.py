@@ -27,6 +27,9 @@ _SOURCES = {
     ),
 }
 
+# What an FP8 Linear computed along with the rounding of its input.
+_FUSED = {"gelu": "GELU", "swiglu": "SwiGLU", "norm": "norm and modulation"}
+
 _CELL = (12, 32)  # pixels of a map cell, least and most
 _MAP_WIDTH = 480  # pixels that a map fills if its cells may be that large
 _MARGIN = (56, 40)  # left, top
@@ -122,6 +125,10 @@ def _linear_lines(linear: dict) -> list[str]:
         )
     for reason, count in linear["fallbacks"].items():
         lines.append(f"  fallback  {count} Linear calls in the model's precision: {reason}")
+    for name, count in linear["fused"].items():
+        lines.append(f"  fused     {count} FP8 calls with {_FUSED[name]} in front of them")
+    for reason, count in linear["unfused"].items():
+        lines.append(f"  not fused {count} FP8 calls: {reason}")
     for name, reason in linear["declined_backends"].items():
         lines.append(f"  backend   {name} declined Linears: {reason}")
     return lines + [f"  note      {note}" for note in linear["notes"]]

@@ -9,6 +9,7 @@ from hopper_sol.kernels.fp8_linear.triton_quant import launch_shape, quantize_ac
 
 BF16 = torch.bfloat16
 WAN = NormSettings("layer", 1e-6, round_product=False)
+FACTOR = NormSettings("layer", 1e-6, round_product=False, scale_has_one=True)
 H3 = NormSettings("rms", 1e-5, round_product=True)
 EVERY_GPU = [89, 90, 100]
 
@@ -45,11 +46,13 @@ def test_activations(launches, activation, columns):
 
 @pytest.mark.parametrize("capability", EVERY_GPU)
 @pytest.mark.parametrize("columns", [1536, 5120, 5376, 1000])
-@pytest.mark.parametrize("which", ["wan", "affine", "h3"])
+@pytest.mark.parametrize("which", ["wan", "factor", "affine", "h3"])
 def test_norms(launches, which, columns):
     x, table, vector = zeros(4, columns), zeros(2, columns), zeros(columns)
     if which == "wan":
         quantize_norm_triton(x, WAN, None, None, table, table, None)
+    elif which == "factor":
+        quantize_norm_triton(x, FACTOR, None, None, table, table, None)
     elif which == "affine":
         quantize_norm_triton(x, WAN, vector, vector, None, None, None)
     else:
@@ -59,7 +62,7 @@ def test_norms(launches, which, columns):
     assert_well_compiled(kernel)
     if columns % 16 == 0:
         _, parts, _ = norm_launch_shape(columns, 2)
-        operands = {"wan": 3, "affine": 3, "h3": 4}[which]
+        operands = {"wan": 3, "factor": 3, "affine": 3, "h3": 4}[which]
         assert kernel.count(r"LDG\.E\.128\S*") == operands * parts
 
 

@@ -4,6 +4,8 @@ FP32 steps before a rounding may differ: sums in another order, exp2 for exp. So
 the middle of two numbers of x's dtype may fall to the other side, and its code with it.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from sol_attn_cases import poisoned_memory
@@ -143,6 +145,18 @@ def test_each_way_to_modulate(settings, round_product):
     wrong = quantize_norm_reference(x, other, *arguments)
     with pytest.raises(AssertionError):
         assert_close(got, wrong, norm_reference(x, other, *arguments))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scale_that_holds_one(dtype):
+    x, (scale, shift) = normal(12, 1000, dtype=dtype), 0.5 * normal(2, 2, 1000, seed=1, dtype=dtype)
+    settings = dataclasses.replace(WAN, scale_has_one=True)
+    arguments = (settings, None, None, 1 + scale, shift, None)
+    got = quantize_norm_triton(x, *arguments)
+    assert_close(got, quantize_norm_reference(x, *arguments), norm_reference(x, *arguments))
+    added = quantize_norm_triton(x, WAN, None, None, scale, shift, None)
+    assert torch.equal(got.codes.float(), added.codes.float())
+    assert torch.equal(got.scale, added.scale)
 
 
 @pytest.mark.parametrize("settings", [WAN, H3], ids=["wan", "h3"])

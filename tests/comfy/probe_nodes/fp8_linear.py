@@ -1,6 +1,7 @@
 """Probes of FP8 Linear: how the model is loaded, and what its Linears compute with."""
 
 import comfy.ops
+import comfy.utils
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
@@ -128,4 +129,144 @@ class ProbeLinearKernel:
         return (model,)
 
 
-NODES = (ProbeLoad, ProbeLinears, ProbeLinearKernel)
+class ProbeFused:
+    """Fused activations and norms of the runs of this model: switched off, or norms on a CPU too.
+
+    switch: of the environment. Works whether our own node stands before this one or after it.
+    """
+
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "patch"
+    CATEGORY = "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {
+                "model": ("MODEL",),
+                "switch": (["0", "1"],),
+                "norms": ("BOOLEAN", {}),
+                "fails": ("BOOLEAN", {}),
+            }
+        }
+
+    def patch(self, model, switch, norms, fails):
+        import os
+
+        from . import _pack_module
+
+        linear_run = _pack_module(".patching.linear_run")
+        deferred = _pack_module(".patching.linear_deferred")
+        model = model.clone()
+
+        def broken(*args, **kwargs):
+            raise RuntimeError("probe: this kernel always fails")
+
+        def outer_sample(executor, *args, **kwargs):
+            backends, kernel = linear_run.NORM_BACKENDS, deferred.quantize_gelu
+            os.environ["HOPPER_SOL_FUSED"] = switch
+            if linear_run._runs:  # the run has begun
+                linear_run._runs[-1].fuses = switch != "0"
+            if norms:
+                linear_run.NORM_BACKENDS = backends | {"torch"}
+            if fails:
+                deferred.quantize_gelu = broken
+            try:
+                return executor(*args, **kwargs)
+            finally:
+                del os.environ["HOPPER_SOL_FUSED"]
+                linear_run.NORM_BACKENDS, deferred.quantize_gelu = backends, kernel
+
+        model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "probe_fused", outer_sample)
+        return (model,)
+
+
+class ProbeModules:
+    """Another pack's forward hook, or object patch, on a module of every block of a run.
+
+    how: a hook that reads what goes through; one that writes it in place; one that replaces it; a
+    module in place of it that calls it ("patch").
+    """
+
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "patch"
+    CATEGORY = "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        hows = ["read", "write", "replace", "patch"]
+        return {"required": {"model": ("MODEL",), "part": ("STRING", {}), "how": (hows,)}}
+
+    def patch(self, model, part, how):
+        model = model.clone()
+        keys = [
+            f"diffusion_model.blocks.{index}.{part}"
+            for index in range(len(model.get_model_object("diffusion_model").blocks))
+        ]
+        if how == "patch":
+            for key in keys:
+                model.add_object_patch(key, _Around(model.get_model_object(key)))
+            return (model,)
+
+        def hook(module, args, out):
+            if how == "read":
+                assert torch.isfinite(args[0]).all() and torch.isfinite(out.sum())
+            elif how == "write":
+                args[0].mul_(1.5)  # what came in, when the module is through with it
+                out[..., ::2].mul_(0.5)
+            else:
+                return out * 0.75
+            return None
+
+        def apply_model(executor, *args, **kwargs):
+            modules = [comfy.utils.get_attr(executor.class_obj, key) for key in keys]
+            handles = [module.register_forward_hook(hook) for module in modules]
+            try:
+                return executor(*args, **kwargs)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "probe_modules", apply_model)
+        return (model,)
+
+
+class _Around(torch.nn.Module):
+    """A module that calls another, which it does not own: its weights stay where they are."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = [inner]
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["inner"][0], name)
+
+    def forward(self, *args, **kwargs):
+        return self.inner[0](*args, **kwargs) * 1.25
+
+
+class ProbeClasses:
+    """Classes of a module of the first block, by name and home, as a run finds it."""
+
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "patch"
+    CATEGORY = "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        texts = {"part": ("STRING", {}), "name": ("STRING", {})}
+        return {"required": {"model": ("MODEL",), **texts}}
+
+    def patch(self, model, part, name):
+        model = model.clone()
+
+        def apply_model(executor, *args, **kwargs):
+            module = comfy.utils.get_attr(executor.class_obj.diffusion_model.blocks[0], part)
+            RECORDS[name] = [cls.__qualname__ for cls in type(module).__mro__]
+            return executor(*args, **kwargs)
+
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "probe_classes", apply_model)
+        return (model,)
+
+
+NODES = (ProbeLoad, ProbeLinears, ProbeLinearKernel, ProbeFused, ProbeModules, ProbeClasses)

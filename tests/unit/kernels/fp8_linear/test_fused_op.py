@@ -96,6 +96,21 @@ def test_modulation_of_batches_and_views(backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("leading", [(2, 1), (1,), (2, 3)])
+def test_scale_that_holds_one(leading, dtype, backend):
+    """The sum that a model has rounded by itself gives the codes of its addend."""
+    x = normal(2, 6, 48, dtype=dtype)
+    scale, shift = 0.5 * normal(2, *leading, 48, seed=1, dtype=dtype)
+    want = quantize_norm(x, scale=scale, shift=shift, backend=backend)
+    got = quantize_norm(x, scale=1 + scale, shift=shift, scale_has_one=True, backend=backend)
+    assert torch.equal(got.codes.float(), want.codes.float())
+    assert torch.equal(got.scale, want.scale)
+    other = quantize_norm(x, scale=1 + scale, shift=shift, backend=backend)
+    assert not torch.equal(other.scale, want.scale)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_modulation_by_row(dtype, backend):
     x, scale, shift = normal(2, 5, 48), normal(3, 48, seed=1), normal(3, 48, seed=2)
@@ -287,7 +302,7 @@ def test_opcheck():
     ):
         torch.library.opcheck(
             torch.ops.hopper_sol.quantize_norm.default,
-            (x, *vectors, "rms", 1e-5, True, "torch"),
+            (x, *vectors, "rms", 1e-5, True, False, "torch"),
             test_utils=("test_schema", "test_faketensor"),
         )
 

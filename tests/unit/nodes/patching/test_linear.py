@@ -43,6 +43,7 @@ class FakePatcher:
         self.modules = modules
         self.patches_uuid = uuid.UUID(int=7)
         self.weight_wrapper_patches = {}
+        self.object_patches = {}
 
     def get_model_object(self, name):
         try:
@@ -53,6 +54,9 @@ class FakePatcher:
     def add_weight_wrapper(self, name, function):
         self.weight_wrapper_patches.setdefault(name, []).append(function)
         self.patches_uuid = uuid.uuid4()
+
+    def add_object_patch(self, name, value):
+        self.object_patches[name] = value
 
 
 @pytest.fixture
@@ -236,6 +240,43 @@ def test_weight_functions_go_on_by_name(resolve, patcher):
     ]
     for functions in patcher.weight_wrapper_patches.values():
         assert len(functions) == 1 and is_weight_function(functions[0])
+
+
+def test_activations_and_norms_of_the_converted_layers(make_adapter):
+    parts = ("self_attn.q", "self_attn.k", "self_attn.v", "ffn.0", "ffn.2")
+    layers = tuple(
+        LinearLayer(
+            f"blocks.{block}.{part}", block, part.split(".")[0].replace("self_attn", "attention")
+        )
+        for block in range(2)
+        for part in parts
+    )
+    modules = {f"diffusion_model.{layer.name}": Linear() for layer in layers}
+    for block in range(2):
+        for norm in ("norm1", "norm2", "norm3"):
+            key = f"diffusion_model.blocks.{block}.{norm}"
+            modules[key] = torch.nn.LayerNorm(48, elementwise_affine=False)
+
+    def patched(**inputs):
+        model = FakePatcher(modules)
+        request = FP8LinearRequest(**inputs)
+        add_weight_functions(
+            model, resolve_linear(request, make_adapter(linears=layers, num_blocks=2), model)
+        )
+        ends = {}
+        for key, (function,) in model.weight_wrapper_patches.items():
+            weight = function(modules[key.removesuffix(".weight")].weight)
+            ends[key.split(".", 1)[1].removesuffix(".weight")] = weight.activation
+        following = {name: activation for name, activation in ends.items() if activation}
+        return following, [key.split(".", 1)[1] for key in model.object_patches]
+
+    gelu = {"blocks.0.ffn.0": "gelu", "blocks.1.ffn.0": "gelu"}
+    both = ["blocks.0.norm1", "blocks.0.norm2", "blocks.1.norm1", "blocks.1.norm2"]
+    assert patched() == (gelu, both)
+    assert patched(scope="ffn") == (gelu, both[1::2])
+    assert patched(scope="attention") == ({}, both[::2])
+    assert patched(skip="blocks.0.ffn.2") == ({"blocks.1.ffn.0": "gelu"}, both)
+    assert patched(skip="*.k") == (gelu, both[1::2])
 
 
 def test_equal_settings_have_equal_weights(resolve, adapter, patcher):

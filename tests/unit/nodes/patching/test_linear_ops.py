@@ -12,6 +12,7 @@ import torch
 
 from hopper_sol.kernels import quantize_rowwise
 from hopper_sol.nodes.patching import linear_ops, linear_rows
+from hopper_sol.nodes.patching.linear_deferred import Marked
 from hopper_sol.nodes.patching.linear_ops import (
     COMPUTE,
     STORE,
@@ -19,6 +20,7 @@ from hopper_sol.nodes.patching.linear_ops import (
     fp8_operations,
     fp8_rows,
 )
+from hopper_sol.nodes.patching.linear_run import LinearRun, counting
 
 E4M3 = torch.float8_e4m3fn
 N, K = 32, 48
@@ -107,6 +109,26 @@ def test_what_is_kept(make):
     assert torch.equal(model.p.weight, tensors["p.weight"]) and fp8_rows(model.p) is None
     assert torch.equal(model.a.bias, tensors["a.bias"])
     assert model.a.computes and not model.s.computes
+
+
+def test_what_follows_a_layer_is_put_off(comfy):
+    """In a run, and for a layer whose product is FP8 as well."""
+    weights = FP8Weights(
+        {"a": COMPUTE, "s": STORE}, {}, torch.device("cpu"), activations={"a": "gelu", "p": "gelu"}
+    )
+    model = torch.nn.Module()
+    for name in "asp":
+        model.add_module(name, fp8_operations(weights).Linear(K, N, dtype=torch.bfloat16))
+    model.load_state_dict(state(), strict=False)
+    x, run = normal(20, K).bfloat16(), LinearRun()
+    with torch.inference_mode():
+        want = model.a(x)
+        assert type(want) is torch.Tensor
+        with counting(run):
+            out = model.a(x)
+            assert type(out) is Marked and type(model.s(x)) is torch.Tensor
+            assert type(model.p(x)) is torch.Tensor
+        assert torch.equal(out, want)
 
 
 def test_no_weight_before_it_is_loaded(comfy):

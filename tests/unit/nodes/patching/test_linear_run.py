@@ -40,6 +40,8 @@ def test_computes_and_counts(run):
         "fp8_calls": 1,
         "backend": {"torch": 1},
         "fallbacks": {},
+        "fused": {},
+        "unfused": {},
         "declined_backends": {"triton": "needs a cuda device, tensors are on cpu"},
         "notes": [],
     }

@@ -70,6 +70,8 @@ LINEAR = {
     "fp8_calls": 15,
     "backend": {"triton": 15},
     "fallbacks": {"fewer than 16 rows": 3},
+    "fused": {"gelu": 4, "swiglu": 3, "norm": 8},
+    "unfused": {"gelu failed": 2},
     "declined_backends": {"triton": "needs a cuda device"},
     "notes": ["skip pattern 'x' matches no Linear"],
 }
@@ -250,6 +252,10 @@ def test_report_picture_all_dense_run():
         "  converted 4 from bfloat16, 2 from raw float8_e4m3fn: self_attn.q 1-3; self_attn.k 1-3",
         "  left out  4 Linears, not in scope 'attention': ffn.0 0-3",
         "  fallback  3 Linear calls in the model's precision: fewer than 16 rows",
+        "  fused     4 FP8 calls with GELU in front of them",
+        "  fused     3 FP8 calls with SwiGLU in front of them",
+        "  fused     8 FP8 calls with norm and modulation in front of them",
+        "  not fused 2 FP8 calls: gelu failed",
         "  backend   triton declined Linears: needs a cuda device",
         "  note      skip pattern 'x' matches no Linear",
     ],
@@ -277,11 +283,14 @@ def test_report_text_leaves_out_what_is_empty():
         **LINEAR,
         "settings": {**LINEAR["settings"], "skip": " "},
         "fallbacks": {},
+        "fused": {},
+        "unfused": {},
         "calls": 15,
     }
     text = report_text(report(linear_only(linear=plain)))
     assert "skip" not in text.split("converted")[1].split("left out")[0] and ", skip" not in text
     assert "15 FP8, 0 not; backend triton" in text and "fallback" not in text
+    assert "fused" not in text
 
 
 def test_report_picture_without_sol_attention():
