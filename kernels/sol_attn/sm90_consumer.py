@@ -211,8 +211,12 @@ class ConsumerMixin:
     def arrive(self, barrier):
         """This warp has read what the barrier guards: every lane of it, so they meet first."""
         cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(barrier)
+        if const_expr(self.variant.traced):
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(barrier)
+        else:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(barrier)
 
     def score_tile(self, qk):
         """Registers of S = Q K^T of one tile, the same as a flat tensor, and of P."""
@@ -232,26 +236,32 @@ class ConsumerMixin:
 
     @cute.jit
     def read_label(self, label, scale_of, slot):
-        """(label, scale of the keys) of a slot; BF16 has no scale.
+        """(label, scale of the keys) of a slot.
 
-        Read by one lane and handed to the others, which read a column that stays as it is. It is the
-        lane that arrives at the slot's barrier behind the read. Other lanes would have read in time,
-        too, but compute-sanitizer's racecheck does not follow such an order.
+        All lanes read what one of them then says has been read (``arrive``). compute-sanitizer's
+        racecheck does not follow such an order. ``traced``: the lane that arrives reads, and the
+        others read a column that stays as it is.
         """
-        if cute.arch.lane_idx() != 0:
-            slot = Int32(self.stages)
-        scale = Float32(1.0)
-        if const_expr(self.fp8):
+        if const_expr(self.variant.traced):
+            if cute.arch.lane_idx() != 0:
+                slot = Int32(self.stages)
+            tag = cute.arch.shuffle_sync(label[0, slot], 0)
             scale = cute.arch.shuffle_sync(scale_of[1, slot], 0)
-        return cute.arch.shuffle_sync(label[0, slot], 0), scale
+        else:
+            tag, scale = label[0, slot], scale_of[1, slot]
+        return tag, scale
 
     @cute.jit
     def read_item(self, item_of, buffer):
         """The item whose queries are in ``buffer``; as ``read_label``."""
         item = Int32(0)
-        if cute.arch.lane_idx() == 0:
+        if const_expr(self.variant.traced):
+            if cute.arch.lane_idx() == 0:
+                item = item_of[buffer]
+            item = cute.arch.shuffle_sync(item, 0)
+        else:
             item = item_of[buffer]
-        return cute.arch.shuffle_sync(item, 0)
+        return item
 
     @cute.jit
     def owns(self, tag, consumer):

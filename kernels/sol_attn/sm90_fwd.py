@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ from .prepare import Prepared
 from .sm90_rules import multiprocessors
 from .sm90_variant import CONSUMERS, Variant
 from .triton_fwd import merge
+
+TRACED_SWITCH = "HOPPER_SOL_TRACED"  # for compute-sanitizer --tool racecheck: see README.md
 
 
 def attend(
@@ -44,6 +47,7 @@ def attend(
         with_lse=with_lse or splits > 1,
         ordered=order is not None,
         with_offset=offset is not None,
+        traced=os.environ.get(TRACED_SWITCH, "0") != "0",
     )
     parts = torch.empty(splits, batch, tokens, heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
     lse = None

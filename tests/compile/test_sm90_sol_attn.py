@@ -27,9 +27,9 @@ CUDA_MACHINE = 190  # e_machine of a cubin
 LOCAL_MEMORY = r"\b(STL|LDL)\b"
 TRY_WAIT = r"SYNCS\.PHASECHK\S*TRYWAIT"
 FLAGS = ("with_lse", "ordered", "with_offset")
-# What ptxas puts aside, by (precision, source). "words": two numbers that the loops don't touch.
-# "all" has two tiles of scores at a time: six numbers, each written and read at most once a pair.
-STACK_BYTES = {("fp8", "words"): 8, ("fp8", "all"): 24}
+# What ptxas puts aside, by (precision, source). "all" has two tiles of scores at a time: four numbers,
+# each written and read at most once a pair.
+STACK_BYTES = {("fp8", "all"): 16}
 
 # Of the 32 combinations, those in which every pair of settings of one precision comes up.
 VARIANTS = [
@@ -146,6 +146,7 @@ def test_variant(compiled, variant):
     stack = STACK_BYTES.get((variant.precision, variant.source), 0)
     assert machine.stack <= stack
     assert machine.count(LOCAL_MEMORY) <= 3 * stack / 4  # written, and read in one or two places
+    assert machine.count(r"\bSHFL\b") < 20  # the two of each look at a label are in ``traced`` only
     assert machine.shared <= SHARED_BYTES
     check_registers(machine)
     if variant.pairs:
@@ -237,6 +238,15 @@ def test_gate_sees_spills(compiled, monkeypatch):
     monkeypatch.setattr(sm90_kernel, "CONSUMER_REGISTERS", 144)
     machine = compiled(Variant("fp8"))
     assert machine.stack > 0 and machine.count(LOCAL_MEMORY) > 0
+
+
+def test_traced_variant(compiled):
+    """Two more shuffles wherever a label is looked at, and one for an item; no other difference."""
+    plain, traced = (compiled(Variant("fp8", traced=traced)) for traced in (False, True))
+    shuffles = [machine.count(r"\bSHFL\b") for machine in (plain, traced)]
+    assert shuffles[1] >= shuffles[0] + 2 * 3 + 1  # summaries, exact blocks first and next
+    for opcode in ("GMMA", "UTMALDG", r"MUFU\.EX2"):
+        assert abs(plain.count(opcode) - traced.count(opcode)) <= 1
 
 
 # --- What a compiled object is kept for

@@ -370,6 +370,19 @@ def test_repeatable(attention, precision):
     assert same(*split)
 
 
+@pytest.mark.parametrize("routing", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_traced_variant_gives_the_same_bits(monkeypatch, precision, routing):
+    """What racecheck looks at is what runs, but for who reads a label."""
+    from hopper_sol.kernels.sol_attn import sm90_fwd
+
+    attention = backend_or_skip("sm90")
+    inputs = normal(1000)
+    want = attention(*inputs, precision=precision, routing=routing)
+    monkeypatch.setenv(sm90_fwd.TRACED_SWITCH, "1")
+    assert same(attention(*inputs, precision=precision, routing=routing), want)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_head_of_nan_stays_alone(attention, precision):
     clean = normal(1000, heads=3)
