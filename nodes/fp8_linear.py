@@ -84,7 +84,8 @@ class HopperSolFP8Linear(io.ComfyNode):
             return io.NodeOutput(model)
         if is_loaded_fp8(model):
             raise ValueError(
-                "FP8 Linear: this model's Linears are FP8 since it was loaded (linear_precision "
-                "fp8); remove this node, or load the model with 'default' to choose layers here"
+                "FP8 Linear: this model's Linears are FP8 since it was loaded (by "
+                "linear_precision); remove this node, or load the model with 'default' to choose "
+                "layers here"
             )
         return io.NodeOutput(apply_fp8_linear(model, FP8LinearRequest(**inputs)))

@@ -8,6 +8,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from .models.checkpoint import CheckpointFacts, inspect_checkpoint
+from .models.memory_plan import FP8, FP8_KEEP_ADALN
 from .models.stored_formats import COMFY_QUANT_FP8
 from .patching.linear_formats import reads_comfy_quant
 from .patching.linear_load import load_or_reuse
@@ -16,7 +17,8 @@ from .schema import schema
 
 log = logging.getLogger("hopper_sol")
 FOLDER = "diffusion_models"
-PRECISIONS = ("default", "fp8")
+DEFAULT = "default"
+PRECISIONS = (DEFAULT, FP8, FP8_KEEP_ADALN)  # stored in workflows: new ones go last
 
 
 def _resolve(file: str) -> str:
@@ -63,13 +65,14 @@ class HopperSolLoadVideoModel(io.ComfyNode):
                 io.Combo.Input(
                     "linear_precision",
                     options=list(PRECISIONS),
-                    default="default",
+                    default=DEFAULT,
                     optional=True,
                     tooltip=(
                         "default loads the weights as ComfyUI does. fp8 keeps those of the blocks' "
                         "Linears in FP8 (E4M3, a scale for every output channel) from the moment the "
                         "file is read: half the memory, and they run in FP8 as with an FP8 Linear "
-                        "node, which is then not needed."
+                        "node, which is then not needed. fp8_keep_adaln is the same, but MiniMax-H3's "
+                        "adaLN weights, two fifths of the model, stay in 16 bits."
                     ),
                 ),
             ],
@@ -90,7 +93,7 @@ class HopperSolLoadVideoModel(io.ComfyNode):
         return True if linear_precision is None else _why_not(facts, linear_precision) or True
 
     @classmethod
-    def execute(cls, file, linear_precision="default") -> io.NodeOutput:
+    def execute(cls, file, linear_precision=DEFAULT) -> io.NodeOutput:
         if linear_precision not in PRECISIONS:
             raise ValueError(_no_precision(linear_precision))
         path = _resolve(file)
@@ -99,16 +102,19 @@ class HopperSolLoadVideoModel(io.ComfyNode):
         if reason is not None:
             raise ValueError(reason)
         _announce(facts, linear_precision)
-        if linear_precision == "fp8":
-            return io.NodeOutput(load_or_reuse(path))
-        return io.NodeOutput(comfy.sd.load_diffusion_model(path, model_options={}))
+        if linear_precision == DEFAULT:
+            return io.NodeOutput(comfy.sd.load_diffusion_model(path, model_options={}))
+        # Without adaLN both values are one model, which is then loaded once.
+        keep_adaln = linear_precision == FP8_KEEP_ADALN and bool(facts.weights.layers.store)
+        return io.NodeOutput(load_or_reuse(path, keep_adaln))
 
 
 def _why_not(facts: CheckpointFacts, precision: str) -> str | None:
     """Why this ComfyUI can't load such a file in ``precision``, or None."""
-    if precision == "fp8":
+    if precision != DEFAULT:
         reason = why_no_fp8_load()
-        return None if reason is None else f"linear_precision fp8: {reason}; choose 'default'"
+        where = f"linear_precision {precision}"
+        return None if reason is None else f"{where}: {reason}; choose 'default'"
     if facts.weights.format.name == COMFY_QUANT_FP8 and not reads_comfy_quant():
         return (
             "file: its FP8 weights have scales (comfy_quant) that this ComfyUI does not read; set "
@@ -126,6 +132,11 @@ def _announce(facts: CheckpointFacts, precision: str) -> None:
     """Log what is loaded, what it takes, and whether the device can hold it."""
     memory = facts.weights.memory
     log.info("Load Video Model: %s; %s", facts.describe(), memory.describe())
+    if precision == FP8_KEEP_ADALN and not facts.weights.layers.store:
+        log.info(
+            "Load Video Model: linear_precision fp8_keep_adaln is the same as fp8 here: this model "
+            "has no adaLN that fp8 would take"
+        )
     device = comfy.model_management.get_torch_device()
     if comfy.model_management.is_device_cpu(device):
         return

@@ -16,6 +16,7 @@ Modes, in this order. After the dense ones the fastest attention stands behind a
     fp8lin+sol         FP8 at load, Sol Attention in BF16
     fp8lin+fp8sol      FP8 at load, Sol Attention in FP8
     fp8lin+fp8sol+kv   the same, text and sound in front only exact as keys           (--all)
+    fp8keep+fp8sol     FP8 at load but for adaLN, Sol Attention in FP8                (--all)
 
 A step is one evaluation of one condition (CFG 1, euler), in seconds between synchronisations. Dense: the
 slower of steps 2 and 3. Sparse: runs have 2 dense steps, of which the second counts, and the mean of the
@@ -59,7 +60,8 @@ RUN_KEYS = (
     "backend", "precision", "density", "declined_backends", "notes", "nonfinite",
 )  # fmt: skip
 LINEAR_KEYS = (
-    "converted", "calls", "fp8_calls", "backend", "fallbacks", "declined_backends", "formats", "notes",
+    "converted", "calls", "fp8_calls", "backend", "fused", "unfused", "fallbacks", "declined_backends",
+    "formats", "notes",
 )  # fmt: skip
 
 
@@ -80,6 +82,7 @@ MODES = (
     Mode("fp8lin+sol", "fp8", {"precision": "bf16"}),
     Mode("fp8lin+fp8sol", "fp8", {"precision": "fp8"}),
     Mode("fp8lin+fp8sol+kv", "fp8", {"precision": "fp8", "sinks": "kv"}, extra=True),
+    Mode("fp8keep+fp8sol", "fp8_keep_adaln", {"precision": "fp8"}, extra=True),
 )
 
 
@@ -230,7 +233,7 @@ class Measurement:
 
     def run_all(self) -> None:
         """Load each form of the weights that a mode needs, once, and run its modes."""
-        for load in ("default", "fp8"):
+        for load in dict.fromkeys(m.load for m in MODES):
             modes = [m for m in MODES if m.load == load and m.name in self.options.modes]
             dense = load == "default" and "dense" in self.options.modes
             if modes or dense:

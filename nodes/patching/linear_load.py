@@ -31,13 +31,14 @@ AT_LOAD = "at load"
 _in_use: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
-def load_fp8_model(path: str, disable_dynamic: bool = False):
+def load_fp8_model(path: str, keep_adaln: bool = False, disable_dynamic: bool = False):
     """ModelPatcher of the diffusion model at ``path``, with the Linears of its blocks in FP8.
 
     Sampler runs of it are reported as with an FP8 Linear node.
 
     Args:
         path: of a safetensors file that ``inspect_checkpoint`` accepts.
+        keep_adaln: leave the layers that FP8 would only store, MiniMax-H3's adaLN, in 16 bits.
         disable_dynamic: see ComfyUI's load_diffusion_model.
 
     Raises:
@@ -49,19 +50,18 @@ def load_fp8_model(path: str, disable_dynamic: bool = False):
     facts = inspect_checkpoint(path)
     reason = why_no_fp8_load()
     if reason is not None:
-        raise ValueError(f"linear_precision fp8: {reason}; choose 'default' here")
+        raise ValueError(f"linear_precision: {reason}; choose 'default' here")
+    layers = facts.weights.layers
+    stored = frozenset() if keep_adaln else layers.store
     tensors, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
     tensors, scales = _split(tensors, facts)
     weights = FP8Weights(
-        roles={
-            **dict.fromkeys(facts.weights.layers.compute, COMPUTE),
-            **dict.fromkeys(facts.weights.layers.store, STORE),
-        },
+        roles={**dict.fromkeys(layers.compute, COMPUTE), **dict.fromkeys(stored, STORE)},
         scales=scales,
         device=_quantising_device(),
-        shares=share_keys(facts.weights.layers.compute),
-        activations=activations(facts.weights.layers.compute),
-        done=_progress(len(facts.weights.layers.compute | facts.weights.layers.store)),
+        shares=share_keys(layers.compute),
+        activations=activations(layers.compute),
+        done=_progress(len(layers.compute | stored)),
     )
     options = {"custom_operations": fp8_operations(weights)}
     if sum(t.numel() * (1 if t.dtype in FP8 else -1) for t in tensors.values()) > 0:
@@ -78,23 +78,27 @@ def load_fp8_model(path: str, disable_dynamic: bool = False):
     if patcher is None:
         raise ValueError(f"{os.path.basename(path)}: this ComfyUI does not know the model in it")
     if hasattr(patcher, "cached_patcher_init"):
-        patcher.cached_patcher_init = (load_fp8_model, (path,))
-    adapter = adapter_of(patcher, "linear_precision fp8")
+        patcher.cached_patcher_init = (load_fp8_model, (path, keep_adaln))
+    adapter = adapter_of(patcher, "Load Video Model")
     settings = loaded_settings(patcher, adapter, facts)
     defer_norms(patcher, (layer.name for layer, _ in settings.converted))
     plan = AccelerationPlan(linear=settings.request)
     return installed(patcher, plan, AccelerationRuntime(adapter, None, settings))
 
 
-def load_or_reuse(path: str):
-    """As ``load_fp8_model``; the model itself, if one of this file is in use already."""
+def load_or_reuse(path: str, keep_adaln: bool = False):
+    """As ``load_fp8_model``; the model itself, if one of this file is in use already.
+
+    Args:
+        path, keep_adaln: see there. Models that differ in the second are two.
+    """
     stat = os.stat(path)
-    key = (os.path.abspath(path), stat.st_mtime_ns, stat.st_size)
+    key = (os.path.abspath(path), stat.st_mtime_ns, stat.st_size, keep_adaln)
     patcher = _in_use.get(key)
     if patcher is not None:
         log.info("Load Video Model: reusing the FP8 weights of %s", os.path.basename(path))
         return patcher
-    patcher = _in_use[key] = load_fp8_model(path)
+    patcher = _in_use[key] = load_fp8_model(path, keep_adaln)
     return patcher
 
 
@@ -119,16 +123,24 @@ def loaded_settings(model, adapter, facts: CheckpointFacts) -> LinearSettings:
     if not converted:
         why = "; ".join(f"{len(names)} {reason}" for reason, names in skipped.items())
         raise ValueError(
-            f"linear_precision fp8: no Linear of {adapter.name} can be FP8 ({why}); choose "
+            f"linear_precision: no Linear of {adapter.name} can be FP8 ({why}); choose "
             "'default' here"
         )
-    stored = len(facts.weights.layers.store)
+    stored, kept = 0, Counter()
+    for name in sorted(facts.weights.layers.store):
+        module = find_module(model, name)
+        if getattr(module, "is_hopper_sol_fp8", False):
+            stored += 1
+        elif module is not None:
+            kept[str(module.weight.dtype).removeprefix("torch.")] += 1
     notes = []
     raw = sum(count for name, count in formats.items() if name.startswith("raw"))
     if raw:
         notes.append(f"{raw} Linears come from raw FP8 weights: what that rounding lost is lost")
     if stored:
         notes.append(f"{stored} further Linears are kept in FP8 and computed without")
+    for dtype, count in kept.items():
+        notes.append(f"{count} further Linears (adaLN) are kept in {dtype}")
     return LinearSettings(
         request=FP8LinearRequest(),
         converted=tuple(converted),

@@ -33,7 +33,8 @@ spec.loader.exec_module(sys.modules["pack"])
 def load(path):
     if precision == "default":
         return comfy.sd.load_diffusion_model(path)
-    return importlib.import_module("pack.nodes.patching.linear_load").load_fp8_model(path)
+    load_module = importlib.import_module("pack.nodes.patching.linear_load")
+    return load_module.load_fp8_model(path, precision == "fp8_keep_adaln")
 
 
 def anonymous_bytes():

@@ -39,7 +39,7 @@ def test_non_wan_and_quantised_files(comfy):
     save_file(quantised, models / "quantised.safetensors")
     said = comfy.refused(comfy.graph(file="other.safetensors", report=False))
     assert "is no Wan or MiniMax-H3 model" in said and "down.weight" in said
-    for precision in ("default", "fp8"):
+    for precision in ("default", "fp8", "fp8_keep_adaln"):
         graph = comfy.graph(file="quantised.safetensors", report=False)
         graph["load"]["inputs"]["linear_precision"] = precision
         said = comfy.refused(graph)

@@ -22,10 +22,10 @@ NODE = ("fp8", "HopperSolFP8Linear", {})
 SAMPLE = {"steps": 2, "cfg": 1.0}
 
 
-def graph_of(comfy, patches=(), **options):
+def graph_of(comfy, patches=(), precision="fp8", **options):
     """A graph whose model is loaded in FP8."""
     graph = comfy.graph(list(patches), **{**SAMPLE, **options})
-    graph["load"]["inputs"]["linear_precision"] = "fp8"
+    graph["load"]["inputs"]["linear_precision"] = precision
     return graph
 
 
@@ -111,6 +111,24 @@ def test_a_loader_that_runs_again_reuses_the_weights(comfy, node, loaded):
     assert (
         comfy.server.log_text().count("reusing the FP8 weights of tiny.safetensors") == before + 1
     )
+
+
+def test_without_adaln_to_keep_it_is_the_same_model(comfy, node, loaded):
+    """fp8_keep_adaln of a Wan file: the weights that fp8 has loaded, and the log says why."""
+    graph = graph_of(comfy, precision="fp8_keep_adaln")
+    graph["other"] = node(
+        "HopperSolLoadVideoModel", file="tiny.safetensors", linear_precision="fp8"
+    )
+    graph["report2"] = node("HopperSolRunReport", model=["other", 0], latent=["empty", 0])
+    reused = "reusing the FP8 weights of tiny.safetensors"
+    before = comfy.server.log_text()
+    result = comfy.queue(graph)
+    assert torch.equal(result.latent(), loaded.latent())
+    linear = result.run()["linear"]
+    assert linear["formats"] == {"bfloat16 at load": LINEARS} and linear["notes"] == []
+    said = comfy.server.log_text()[len(before) :]
+    assert "fp8_keep_adaln is the same as fp8 here: this model has no adaLN" in said
+    assert reused in said and "kept in 16 bits" not in said
 
 
 def test_with_sol_attention(comfy, sol, loaded):
@@ -323,7 +341,11 @@ def test_rows_with_default_are_refused(comfy):
     assert "set linear_precision to 'fp8'" in said
 
 
-def test_other_precisions_are_refused(comfy):
+def test_other_precisions_are_refused(comfy, node):
     graph = comfy.graph(**SAMPLE)
     graph["load"]["inputs"]["linear_precision"] = "int8"
     assert "int8" in comfy.refused(graph)
+    graph["any"] = node("ProbeAny", value="int8", number=False)
+    graph["load"]["inputs"]["linear_precision"] = ["any", 0]
+    said = comfy.refused(graph)
+    assert "linear_precision: got 'int8', need one of default, fp8, fp8_keep_adaln" in said

@@ -163,6 +163,21 @@ def test_each_way_to_modulate(round_product):
                 assert_close(got, want, h)
 
 
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["wan", "h3"])
+def test_scale_that_has_its_one(kind, dtype, backend):
+    """1 + scale in x's dtype, rounded by PyTorch, is what the kernel adds by itself: the same bits."""
+    x = (3 * normal(65, 1000, dtype=torch.float32) + 1).to(dtype).cuda()
+    arguments = cuda(modulated(65, 1000, dtype, kind))
+    plain = quantize_norm(x, **arguments, backend=backend)
+    arguments["scale"] = 1 + arguments["scale"]
+    assert_same_rows(quantize_norm(x, **arguments, scale_has_one=True, backend=backend), plain)
+    # Taken for a plain scale it gives other rows.
+    other = quantize_norm(x, **arguments, backend=backend)
+    assert not torch.equal(other.codes.view(torch.uint8), plain.codes.view(torch.uint8))
+
+
 @pytest.mark.parametrize("size", [1.0, 1e-3])
 def test_eps_and_small_rows(size):
     x = size * normal(60, 5120, dtype=torch.float32)

@@ -282,6 +282,31 @@ def test_a_mode_that_fails_is_written_and_the_rest_goes_on(measured):
     assert found["modes"]["fp8lin+fp8sol"]["over_bf16_dense"] == 4.0
 
 
+def test_a_form_that_only_an_extra_mode_needs(measured):
+    """It is loaded last, once, and only for that mode."""
+    stage = FakeStage(SECONDS)
+    found = measured(stage, "--all", "--dense", "math")
+    loads = list(dict.fromkeys(call[0] for call in stage.calls))
+    assert loads == ["default", "fp8", "fp8_keep_adaln"]
+    assert stage.unloaded == len(stage.forgotten) == 3
+    common = {"tau": 1.0, "dense_steps": 2, "min_tokens": 256}
+    kept = [call for call in stage.calls if call[0] == "fp8_keep_adaln"]
+    assert kept == [("fp8_keep_adaln", "math", {"precision": "fp8", **common}, False)]
+    # Steps of 1 s, as SECONDS does not name it, against 2 s.
+    assert found["modes"]["fp8keep+fp8sol"]["over_bf16_dense"] == 2.0
+    stage = FakeStage(SECONDS)
+    measured(stage, "--modes", "fp8keep+fp8sol", "--dense", "math")
+    assert [call[0] for call in stage.calls] == ["fp8_keep_adaln"]
+
+
+def test_what_was_fused_is_written(measured, random_h3, monkeypatch):
+    linear = {"calls": 8, "fused": {"swiglu": 4}, "unfused": {"swiglu failed": 1}, "other": 1}
+    monkeypatch.setattr(random_h3, "last_run", lambda model: {"linear": linear})
+    row = measured(FakeStage(SECONDS), "--modes", "fp8lin")["modes"]["fp8lin"]
+    del linear["other"]
+    assert row["linear"] == linear
+
+
 def test_a_form_that_does_not_load(measured):
     found = measured(FakeStage(SECONDS, no_load=["fp8"]))
     failed = [name for name, row in found["modes"].items() if "error" in row]

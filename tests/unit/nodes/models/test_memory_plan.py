@@ -58,6 +58,9 @@ def test_wan_14b():
     assert found.fp8_bytes == found.default_bytes - linears + 4 * rows
     assert found.default_bytes == pytest.approx(28.58e9, rel=1e-3)
     assert found.fp8_bytes / found.default_bytes == pytest.approx(0.509, abs=2e-3)
+    # Nothing is only stored, so there is no third size.
+    assert found.of("fp8_keep_adaln") == found.of("fp8") == found.fp8_bytes
+    assert found.of("default") == found.default_bytes
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,15 @@ def test_what_is_only_stored_counts_too():
     assert found.fp8_bytes == (32 + 64) * (16 + 4)
 
 
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F8_E4M3"])
+def test_what_would_be_stored_in_16_bits(dtype):
+    """fp8_keep_adaln widens it, whatever the file has; the Linears are FP8 as ever."""
+    header = Header({"p.a.weight": (dtype, (32, 16)), "p.s.weight": (dtype, (64, 16))})
+    found = estimate(header, "p.", FP8Layers(frozenset({"a"}), frozenset({"s"})))
+    assert found.of("fp8") == (32 + 64) * (16 + 4)
+    assert found.of("fp8_keep_adaln") == 32 * (16 + 4) + 64 * 16 * 2
+
+
 def test_other_models_and_descriptions_do_not_count():
     tensors = {"net.a.weight": ("F8_E4M3", (16, 16)), "net.a.weight_scale": ("F32", (16, 1))}
     header = Header({**tensors, "vae.x": ("BF16", (999,))})
@@ -87,10 +99,15 @@ def test_other_models_and_descriptions_do_not_count():
 def test_describe():
     text = MemoryEstimate(28 * GIB, 14 * GIB).describe()
     assert text == "weights take 28.00 GiB, with FP8 Linears 14.00 GiB (50%)"
+    text = MemoryEstimate(60 * GIB, 30 * GIB, 12 * GIB).describe()
+    assert text == (
+        "weights take 60.00 GiB, with FP8 Linears 30.00 GiB (50%), with adaLN kept in 16 bits "
+        "42.00 GiB (70%)"
+    )
 
 
-def warning(default, fp8, precision, device):
-    found = MemoryEstimate(int(default * GIB), int(fp8 * GIB))
+def warning(default, fp8, precision, device, adaln=0):
+    found = MemoryEstimate(int(default * GIB), int(fp8 * GIB), int(adaln * GIB))
     return found.warning(precision, int(device * GIB), "the GPU")
 
 
@@ -111,6 +128,20 @@ def test_does_not_fit_and_fp8_would():
 def test_fp8_would_not_fit_either():
     assert warning(28, 14, "default", 12).endswith("'fp8' would take 14.0 GiB")
     said = warning(28, 14, "fp8", 12)
+    assert said.startswith("will not fit: 14.0 GiB") and "linear_precision" not in said
+
+
+def test_adaln_is_what_does_not_fit():
+    assert warning(60, 30, "fp8_keep_adaln", 46, adaln=12) is None
+    said = warning(60, 30, "fp8_keep_adaln", 45, adaln=12)
+    assert said.startswith("will not fit: 42.0 GiB")
+    assert said.endswith("linear_precision 'fp8' takes 30.0 GiB and fits")
+    said = warning(60, 30, "fp8_keep_adaln", 24, adaln=12)
+    assert said.endswith("'fp8' would take 30.0 GiB")
+
+
+def test_fp8_is_no_advice_where_it_is_the_same():
+    said = warning(28, 14, "fp8_keep_adaln", 12)
     assert said.startswith("will not fit: 14.0 GiB") and "linear_precision" not in said
 
 
