@@ -163,8 +163,9 @@ def test_removing_it_leaves_nothing(comfy, queue):
 def test_torch_compile(queue, comfy):
     """The compiler sees one op for a Linear, as ever; nothing is put off under it."""
     compile_node = ("compile", "TorchCompileModel", {"backend": "inductor"})
+    fresh = ("fresh", "ProbeFreshCompiler", {})
     before = comfy.server.log_text().count("recompile_limit")
-    result = queue(fused(norms=True), compile_node)
+    result = queue(fused(norms=True), fresh, compile_node)
     linear = result.run()["linear"]
     assert linear["fp8_calls"] == linear["calls"] == STEPS * LINEARS and linear["fused"] == {}
     assert comfy.server.log_text().count("recompile_limit") == before

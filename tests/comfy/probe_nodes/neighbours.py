@@ -178,4 +178,32 @@ class ProbeCompile(_Patch):
         return (model,)
 
 
-NODES = (ProbeForwards, ProbeRewrite, ProbeCache, ProbeSparse, ProbeCompile)
+class ProbeFreshCompiler(_Patch):
+    """In front of ComfyUI's own compile node: forgets what other tests of this server compiled.
+
+    A function is compiled eight times at most, and blocks of all models share theirs.
+    """
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",)}}
+
+    @classmethod
+    def IS_CHANGED(cls, model):
+        return float("nan")
+
+    def patch(self, model):
+        import torch
+
+        torch.compiler.reset()
+        return (model,)
+
+
+NODES = (
+    ProbeForwards,
+    ProbeRewrite,
+    ProbeCache,
+    ProbeSparse,
+    ProbeCompile,
+    ProbeFreshCompiler,
+)
