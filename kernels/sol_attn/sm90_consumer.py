@@ -121,10 +121,7 @@ class ConsumerMixin:
                         self.take_pv(acc, tile, state)
                     low, high = next_low, next_high
                     self.arrive(empty + slot)
-                    slot += 1
-                    if slot == self.stages:
-                        slot = Int32(0)
-                        phase = phase ^ 1
+                    slot, phase = self.next_slot(slot, phase)
 
             cute.arch.mbarrier_wait(full + slot, phase)
             tag, scale = self.read_label(label, scale_of, slot)
@@ -161,18 +158,18 @@ class ConsumerMixin:
                             self.arrive(empty + other)
                             self.take_pv(acc, tile, state)
                         else:
-                            warpgroup.wait_group(0)
-                            self.mask_tail(scores[0], block, tokens, pair)
-                            self.softmax(((scores[0], factor, packed[0]),), state, acc)
-                            self.issue_pv(((packed[0], slot),), frag_v, tile)
+                            one = (scores[0], factor, packed[0])
+                            self.weigh_block(
+                                *(one, block, tokens, pair), slot, frag_v, tile, state, acc
+                            )
                             warpgroup.wait_group(0)
                             self.arrive(empty + slot)
                             self.take_pv(acc, tile, state)
                     else:
-                        warpgroup.wait_group(0)
-                        self.mask_tail(scores[0], block, tokens, pair)
-                        self.softmax(((scores[0], factor, packed[0]),), state, acc)
-                        self.issue_pv(((packed[0], slot),), frag_v, tile)
+                        one = (scores[0], factor, packed[0])
+                        self.weigh_block(
+                            *(one, block, tokens, pair), slot, frag_v, tile, state, acc
+                        )
                         # Look at the next slot while the products run. BF16 has few slots, and
                         # gives this one back first.
                         if const_expr(not self.fp8):
@@ -191,10 +188,7 @@ class ConsumerMixin:
                 slot, phase = ahead, phase_ahead
             self.arrive(empty + slot)
             self.arrive(q_empty + buffer)
-            slot += 1
-            if slot == self.stages:
-                slot = Int32(0)
-                phase = phase ^ 1
+            slot, phase = self.next_slot(slot, phase)
             buffer += 1
             if buffer == self.q_buffers:
                 buffer = Int32(0)
@@ -277,6 +271,15 @@ class ConsumerMixin:
             mma.set(Field.ACCUMULATE, step != 0)
             cute.gemm(mma, s_acc, q_tile[None, None, step], frag_k[None, None, step, slot], s_acc)
         warpgroup.commit_group()
+
+    @cute.jit
+    def weigh_block(self, one, block, tokens, pair, slot, frag_v, tile, state, acc):
+        """Wait for the scores of one exact block, and start its P V. ``one``: see ``softmax``."""
+        scores, _, packed = one
+        warpgroup.wait_group(0)
+        self.mask_tail(scores, block, tokens, pair)
+        self.softmax((one,), state, acc)
+        self.issue_pv(((packed, slot),), frag_v, tile)
 
     @cute.jit
     def issue_pv(self, tiles, frag_v, tile):
