@@ -163,6 +163,25 @@ class Comfy:
         self.finish(graph, link, ["sample", 0], report=report, reads=reads, save=save)
         return graph
 
+    def finish_h3(self, graph, link, *, steps=2):
+        """A short MiniMax-H3 run behind ``model``'s nodes and link; the video's latent in "save"."""
+        graph["shift"] = _node(
+            "MiniMaxH3SigmaShift", model=["load", 0], shift_video=12.0, shift_audio=3.0
+        )
+        for side, variant in (("positive", 1), ("negative", 2)):
+            graph[side] = _node(
+                "HopperSolSyntheticConditioning", model=["load", 0], variant=variant, tokens=64
+            )
+        graph["empty"] = _node("EmptyMiniMaxH3LatentAV", width=192, height=192, length=22)
+        graph["sample"] = _node(
+            "KSampler", model=link, positive=["positive", 0], negative=["negative", 0],
+            latent_image=["empty", 0], seed=3, steps=steps, cfg=1.0, sampler_name="euler",
+            scheduler="simple", denoise=1.0,
+        )  # fmt: skip
+        graph["split"] = _node("LTXVSeparateAVLatent", av_latent=["sample", 0])
+        self.finish(graph, link, ["sample", 0], save=False)
+        graph["save"] = _node("SaveLatent", samples=["split", 0], filename_prefix="test")
+
     def finish(self, graph, model, latent, *, report=True, reads=(), save=True):
         """Add the output nodes."""
         if save:

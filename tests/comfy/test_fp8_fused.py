@@ -206,7 +206,7 @@ def test_loras_and_offloading(queue, lora, mode):
 
 
 @pytest.mark.parametrize("at_load", [False, True])
-def test_h3(comfy, node, at_load):
+def test_h3(comfy, at_load):
     """One SwiGLU a block; its modulation is written over the norm, and nothing is put off there."""
     if comfy.version < (0, 29, 0):
         pytest.skip("this ComfyUI has no MiniMax-H3")
@@ -218,22 +218,7 @@ def test_h3(comfy, node, at_load):
         patches = [fused(switch, norms=True), *([] if at_load else [NODE])]
         graph, link = comfy.model(patches, path.name)
         graph["load"]["inputs"]["linear_precision"] = "fp8" if at_load else "default"
-        graph["shift"] = node(
-            "MiniMaxH3SigmaShift", model=["load", 0], shift_video=12.0, shift_audio=3.0
-        )
-        for side, variant in (("positive", 1), ("negative", 2)):
-            graph[side] = node(
-                "HopperSolSyntheticConditioning", model=["load", 0], variant=variant, tokens=64
-            )
-        graph["empty"] = node("EmptyMiniMaxH3LatentAV", width=192, height=192, length=22)
-        graph["sample"] = node(
-            "KSampler", model=link, positive=["positive", 0], negative=["negative", 0],
-            latent_image=["empty", 0], seed=3, steps=STEPS, cfg=1.0, sampler_name="euler",
-            scheduler="simple", denoise=1.0,
-        )  # fmt: skip
-        graph["split"] = node("LTXVSeparateAVLatent", av_latent=["sample", 0])
-        comfy.finish(graph, link, ["sample", 0], save=False)
-        graph["save"] = node("SaveLatent", samples=["split", 0], filename_prefix="test")
+        comfy.finish_h3(graph, link, steps=STEPS)
         return comfy.queue(graph)
 
     result, apart = run("1"), run("0")

@@ -49,23 +49,8 @@ def sample(h3, node):
         graph, link = h3.model(patches, f"{file}.safetensors", loader)
         if loader == "HopperSolLoadVideoModel":
             graph["load"]["inputs"]["linear_precision"] = precision
-        graph["shift"] = node(
-            "MiniMaxH3SigmaShift", model=["load", 0], shift_video=12.0, shift_audio=3.0
-        )
-        for side, variant in (("positive", 1), ("negative", 2)):
-            graph[side] = node(
-                "HopperSolSyntheticConditioning", model=["load", 0], variant=variant, tokens=64
-            )
-        graph["empty"] = node("EmptyMiniMaxH3LatentAV", width=192, height=192, length=22)
-        graph["sample"] = node(
-            "KSampler", model=link, positive=["positive", 0], negative=["negative", 0],
-            latent_image=["empty", 0], seed=3, steps=2, cfg=1.0, sampler_name="euler",
-            scheduler="simple", denoise=1.0,
-        )  # fmt: skip
-        graph["split"] = node("LTXVSeparateAVLatent", av_latent=["sample", 0])
-        h3.finish(graph, link, ["sample", 0], save=False)
+        h3.finish_h3(graph, link)
         graph["weights"] = node("ProbeH3Weights", model=["load", 0], latent=["sample", 0])
-        graph["save"] = node("SaveLatent", samples=["split", 0], filename_prefix="test")
         return h3.queue(graph)
 
     return sample
