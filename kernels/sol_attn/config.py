@@ -26,6 +26,7 @@ _CHOICES = {
     "exp_mode": ("exp2", "expcast", "mixed"),
     "kv_splits": ("auto", 1, 2, 4),
     "routing": (True, False),
+    "route_source": ("auto", "prepass", "kernel"),
     "v_bias_correction": (True, False, None),
 }
 
@@ -40,6 +41,9 @@ class SolAttnConfig:
         estimator: spread of the block scores, "diag" (per channel) or "exact" (full second moment).
         precision: "bf16", "fp8", or None for FP8 where the chosen backend has it.
         routing: False computes every block exactly, whatever tau says.
+        route_source: what decides which blocks are exact: "prepass", a kernel of its own on unrounded
+            FP32 means; "kernel", the attention kernel on scores of rounded operands, which may decide
+            otherwise close to the threshold; "auto", the faster one of the chosen backend.
         qk_dtype: element type of Q and K on the FP8 path.
         k_smoothing: "mean" subtracts a mean of the sequence from K before quantising (over a
             sample: any vector would do, see README.md), "block" the mean of each block. FP8 only; without quantisation the result is the same.
@@ -56,6 +60,7 @@ class SolAttnConfig:
     estimator: str = "diag"
     precision: str | None = None
     routing: bool = True
+    route_source: str = "auto"
     qk_dtype: str = "e4m3"
     k_smoothing: str = "none"
     v_smoothing: str = "none"

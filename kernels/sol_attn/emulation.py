@@ -29,6 +29,7 @@ import torch
 
 from .reference import (
     BLOCK_SIZE,
+    EVERYTHING,
     TokenRanges,
     block_lengths,
     block_mean,
@@ -117,7 +118,7 @@ def sol_attention_fp8_emulation(
             route,
             block_mean(q32),
             k_mean,
-            tau=tau if routing else -math.inf,
+            tau=tau if routing else EVERYTHING,
             estimator=estimator,
             scale=scale,
             forced=forced_blocks(tokens, sink_kv, dense_q, q.device),
@@ -230,7 +231,7 @@ def _scaled_logits(q8, k8, q_scale, k_scale, scale: float) -> torch.Tensor:
 def _routed(route, q_mean, k_mean, *, tau, estimator, scale, forced) -> torch.Tensor:
     """(B, H, NT, NT) bool: mean route score of a block's real rows strictly above its threshold."""
     batch, heads, _, blocks = route.shape
-    if tau == -math.inf:
+    if tau <= EVERYTHING:
         return forced.new_ones(batch, heads, blocks, blocks)
     scores = block_mean(route.transpose(1, 2)).transpose(1, 2)
     threshold = route_threshold(q_mean, k_mean, tau=tau, estimator=estimator, scale=scale)

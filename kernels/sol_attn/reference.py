@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 BLOCK_SIZE = 64
+EVERYTHING = -1000.0  # tau at and below which every block is exact, whatever its score
 SIGMA_FLOOR = 1e-6  # added to the variance of the block scores, in squared log2 units
 # Elements of the largest intermediate; bounds memory, not results.
 CHUNK_ELEMENTS = 1 << 26
@@ -70,7 +71,7 @@ def sol_attention_reference(
         exact_mask = route_mask(
             block_mean(qc),
             block_mean(kc),
-            tau=tau if routing else -math.inf,
+            tau=tau if routing else EVERYTHING,
             estimator=estimator,
             scale=scale,
             forced=forced_blocks(q.shape[1], sink_kv, dense_q, q.device),
@@ -145,10 +146,10 @@ def route_mask(
 ) -> torch.Tensor:
     """(B, H, NT, NT) bool: which key blocks are exact for which query block.
 
-    score > threshold (strictly), or ``forced`` (NT, NT). tau = -inf makes everything exact
+    score > threshold (strictly), or ``forced`` (NT, NT). tau <= ``EVERYTHING`` makes everything exact
     without looking at the scores.
     """
-    if tau == -math.inf:
+    if tau <= EVERYTHING:
         batch, blocks, heads, _ = q_mean.shape
         return forced.new_ones(batch, heads, blocks, blocks)
     threshold = route_threshold(q_mean, k_mean, tau=tau, estimator=estimator, scale=scale)

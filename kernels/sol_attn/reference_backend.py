@@ -66,6 +66,8 @@ def unsupported_option(call: SolAttnCall) -> str | None:
         return "block_skip is not in the reference"
     if config.precision != "fp8":
         return None
+    if config.route_source == "prepass":
+        return "route_source 'prepass' is not in the emulation, which has kernel"
     if config.qk_dtype != "e4m3":
         return f"qk_dtype {config.qk_dtype!r} is not in the emulation, which has e4m3"
     if config.exp_mode == "mixed":

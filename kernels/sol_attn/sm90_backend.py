@@ -1,4 +1,4 @@
-"""The SM90 backend: Triton prepares and routes, the CuTe DSL kernel attends."""
+"""The SM90 backend: Triton prepares and routes, or gives thresholds; the CuTe DSL kernel attends."""
 
 from functools import partial
 
@@ -8,6 +8,7 @@ from . import sm90_fwd
 from .config import SolAttnConfig, TokenLayout
 from .sm90_rules import choose_splits
 from .triton_backend import Steps as TritonSteps
+from .triton_thresholds import route_thresholds
 from .triton_words import route_words
 
 
@@ -49,22 +50,26 @@ class Steps(TritonSteps):
         if splits == "auto":
             splits = choose_splits(q.shape, q.device)
         self._everything = not config.routing
+        self._inside = config.route_source == "kernel"
         self.attend = partial(
             sm90_fwd.attend,
             splits=splits,
             skipped_blocks=layout.skipped_blocks,
             **self.attend.keywords,
         )
-        self._route = partial(
-            route_words,
-            tau=config.tau,
-            estimator=config.estimator,
-            scale_log2=self.attend.keywords["scale_log2"],
-            layout=layout,
-        )
+        settings = {
+            "tau": config.tau,
+            "estimator": config.estimator,
+            "scale_log2": self.attend.keywords["scale_log2"],
+            "layout": layout,
+        }
+        self._words = partial(route_words, **settings)
+        self._thresholds = partial(route_thresholds, **settings)
 
     def route(self, operands, exact_mask=None):
-        """Packed bits of the exact blocks; None for all of them."""
+        """Packed bits of the exact blocks, or the thresholds to decide by; None for all blocks."""
         if self._everything and exact_mask is None:
             return None
-        return self._route(operands.q_mean, operands.k_mean, exact_mask=exact_mask)
+        if self._inside and exact_mask is None:
+            return self._thresholds(operands.q_mean, operands.k_mean)
+        return self._words(operands.q_mean, operands.k_mean, exact_mask=exact_mask)

@@ -51,7 +51,7 @@ def compile_variant(variant: Variant, options: str = "--enable-tvm-ffi"):
         SolAttnSm90(variant),
         *(rows(), rows(), values(), rows(), values()),
         *(per_head() for _ in range(5)),
-        *(words, order, out, per_head(), per_head(Int32), counter),
+        *(words, per_head(), order, out, per_head(), per_head(Int32), counter),
         *(Float32(0.1), Float32(6.0), Int32(1), Int32(1), Int32(0), Int32(1)),
         make_fake_stream(use_tvm_ffi_env_stream="tvm-ffi" in options),
         options=options,

@@ -27,6 +27,7 @@ class ConsumerMixin:
         v_scale,
         out_offset,
         words,
+        thresholds,
         order,
         out,
         lse,
@@ -76,6 +77,8 @@ class ConsumerMixin:
             tile_sum=cute.make_rmem_tensor(2, Float32),
         )
         scale_of = cute.make_tensor(cute.recast_ptr(label.iterator, dtype=Float32), label.layout)
+        bits = self.bits_of(out_storage, CONSUMERS)
+        sums = self.sums_of(out_storage, consumer)
 
         slot, phase = Int32(0), Int32(0)
         buffer, q_phase = Int32(0), Int32(0)
@@ -98,6 +101,13 @@ class ConsumerMixin:
                 factor_q = scale_log2 * q_scale[row_block, bh]
             q_tile = frag_q[None, None, None, buffer * CONSUMERS + consumer]
 
+            if const_expr(self.variant.source == "scores"):
+                threshold = thresholds[row_block, bh]
+                rows = tokens - row_block * BLOCK_SIZE
+                if rows > BLOCK_SIZE:
+                    rows = Int32(BLOCK_SIZE)
+                of_mean = factor_q / rows.to(Float32)
+                cute.arch.sync_warp()  # this warp's results have been read
             if const_expr(self.variant.source != "all"):
                 low, high = words[2 * last - 2, row_block, bh], words[2 * last - 1, row_block, bh]
                 for step in cutlass.range(last - first, unroll=1):
@@ -111,6 +121,11 @@ class ConsumerMixin:
                         factor = factor_q * scale
                         self.issue_qk(q_tile, frag_k, slot, s_acc[0])
                         warpgroup.wait_group(0)
+                        if const_expr(self.variant.source == "scores"):
+                            low, high = self.decide(
+                                *(scores[0], of_mean * scale, threshold, low, high),
+                                *(sums, step % 2, consumer, warp, lane),
+                            )
                         inside = blocks - group * BLOCK_SIZE
                         self.weigh_summaries(scores[0], factor, low, high, inside, tail_bits, pair)
                         self.softmax_of_summaries(
@@ -119,9 +134,16 @@ class ConsumerMixin:
                         self.issue_pv(((packed[0], slot),), frag_v, tile)
                         warpgroup.wait_group(0)
                         self.take_pv(acc, tile, state)
+                    if const_expr(self.variant.source == "scores"):
+                        self.publish(
+                            *(bits, words, low, high, 2 * (group - first), group),
+                            *(query_block, bh, blocks, consumer, warp),
+                        )
                     low, high = next_low, next_high
                     self.arrive(empty + slot)
                     slot, phase = self.next_slot(slot, phase)
+                if const_expr(self.variant.source == "scores"):
+                    self.meet(consumer)
 
             cute.arch.mbarrier_wait(full + slot, phase)
             tag, scale = self.read_label(label, scale_of, slot)

@@ -13,27 +13,32 @@ from .prepare import Prepared
 from .sm90_rules import multiprocessors
 from .sm90_variant import CONSUMERS, Variant
 from .triton_fwd import merge
+from .triton_thresholds import Thresholds
 
 TRACED_SWITCH = "HOPPER_SOL_TRACED"  # for compute-sanitizer --tool racecheck: see README.md
 
 
 def attend(
     operands: Prepared,
-    words: torch.Tensor | None,
+    route: torch.Tensor | Thresholds | None,
     *,
     scale_log2: float,
     with_lse: bool,
     splits: int = 1,
     order: torch.Tensor | None = None,
     skipped_blocks: int = 0,
+    decided: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """out (B, T, H, 128) BF16 contiguous, lse (B, H, T) FP32 natural log if asked for, and the
     number of exact blocks of every query block (B, H, NT) int32.
 
     Args:
         operands: FP8 ones with V in "k32" order.
-        words: (B, H, NT, NW) packed bits of exact blocks; None takes every block exactly.
+        route: (B, H, NT, NW) packed bits of exact blocks; or ``Thresholds`` to decide by; None takes
+            every block exactly.
         splits: parts of the keys, merged afterwards.
+        decided: (B, H, NT, NW) int32 for the packed bits that thresholds led to, if wanted. Words of
+            query blocks that nobody computed are those of ``Thresholds.forced``.
     Row i of the operands goes to row order[i] of the results. The LSE does not hold the logit of
     ``operands.k_offset``. Rows of the first ``skipped_blocks`` blocks may be left undefined.
     """
@@ -41,19 +46,28 @@ def attend(
     tokens = operands.tokens
     device = operands.q.device
     offset = operands.out_offset if splits == 1 else None
+    none = _placeholder(device)
+    words, limits, source = none.words, None, "all"
+    if isinstance(route, Thresholds):
+        words, limits, source = route.forced.expand(batch * heads, -1, -1), route.limits, "scores"
+        if decided is not None:
+            words = decided.view(batch * heads, blocks, -1).copy_(words)
+        words = words.permute(2, 1, 0)
+    elif route is not None:
+        words, source = route.view(batch * heads, blocks, -1).permute(2, 1, 0), "words"
     variant = Variant(
         operands.precision,
-        source="all" if words is None else "words",
+        source=source,
         with_lse=with_lse or splits > 1,
         ordered=order is not None,
         with_offset=offset is not None,
         traced=os.environ.get(TRACED_SWITCH, "0") != "0",
+        keeps_words=source == "scores" and decided is not None,
     )
     parts = torch.empty(splits, batch, tokens, heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
     lse = None
     if variant.with_lse:
         lse = torch.empty(splits, batch, heads, tokens, dtype=torch.float32, device=device)
-    none = _placeholder(device)
     if (
         variant.fp8
     ):  # heads first, V with channels first: as the kernel wants them, but for the order
@@ -81,7 +95,7 @@ def attend(
         *(per_head(operands.q_scale, blocks), per_head(operands.k_scale, blocks)),
         per_head(operands.mean_k_scale, num_blocks(blocks)),
         *(per_head(operands.v_scale, HEAD_DIM), per_head(offset, HEAD_DIM)),
-        none.words if words is None else words.view(batch * heads, blocks, -1).permute(2, 1, 0),
+        *(words, per_head(limits, blocks)),
         none.order if order is None else order,
         parts.view(splits * batch, tokens, heads, HEAD_DIM).permute(3, 2, 1, 0),
         none.floats if lse is None else lse.view(splits * batch * heads, tokens).T,

@@ -22,6 +22,7 @@ from cutlass.utils import LayoutEnum
 from .config import BLOCK_SIZE, HEAD_DIM
 from .sm90_consumer import ConsumerMixin
 from .sm90_producer import ProducerMixin
+from .sm90_route import RouteMixin
 from .sm90_softmax import SoftmaxMixin
 from .sm90_variant import CONSUMERS, Variant
 
@@ -31,7 +32,7 @@ CONSUMER_REGISTERS = 160
 WARPGROUP = 128
 
 
-class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
+class SolAttnSm90(ProducerMixin, ConsumerMixin, RouteMixin, SoftmaxMixin):
     """Launches the kernel of one ``Variant``.
 
     Call arguments, all of one device; NT blocks, NG groups of 64 blocks, NW = 2 NG words:
@@ -40,7 +41,10 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
             every 32 in the order of ``prepare.SLOT_OF_TOKEN``.
         mean_k: (64 NG, 128, H, B); mean_v: (128, 64 NG, H, B); as k and v.
         q_scale, k_scale: (NT, B H) FP32; mean_k_scale: (NG, B H); v_scale, out_offset: (128, B H).
-        words: (NW, NT, B H) int32; bit c of word w: block 32 w + c is exact; set past NT.
+        words: (NW, NT, B H) int32; bit c of word w: block 32 w + c is exact; set past NT. For source
+            "scores" those that are exact whatever the scores say; ``keeps_words`` puts all in place.
+        thresholds: (NT, B H) FP32; "scores": a block is exact if the mean logit of the query block
+            to its mean key, log2, is above. Or a dummy.
         order: (T,) int64 or a dummy.
         counts: (NT, B H S) int32, filled with the exact blocks of every query block.
         next_item: (1,) int32, 0.
@@ -90,6 +94,7 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         v_scale: cute.Tensor,
         out_offset: cute.Tensor,
         words: cute.Tensor,
+        thresholds: cute.Tensor,
         order: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
@@ -160,7 +165,8 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         self.Storage = Storage
         self.kernel(
             *(atom_q, q, atom_k, k, atom_mk, mean_k, atom_v, v, atom_mv, mean_v),
-            *(q_scale, k_scale, mean_k_scale, v_scale, out_offset, words, order, out, lse),
+            *(q_scale, k_scale, mean_k_scale, v_scale, out_offset, words),
+            *(thresholds, order, out, lse),
             *(counts, next_item, scale_log2, tail_bits, tokens, splits, first_tile),
             *(layout_q, layout_k, layout_v, loaded_v),
         ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
@@ -184,6 +190,7 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
         v_scale: cute.Tensor,
         out_offset: cute.Tensor,
         words: cute.Tensor,
+        thresholds: cute.Tensor,
         order: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
@@ -245,12 +252,13 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, SoftmaxMixin):
                 self.produce(
                     *(atom_q, q, atom_k, k, atom_mk, mean_k, atom_v, v, atom_mv, mean_v),
                     *(k_scale, mean_k_scale, words, counts, next_item, tokens, splits, first_tile),
-                    *(s_q, s_k, s_loaded_v, label, item_of, full, empty, q_full, q_empty),
+                    *(s_q, s_k, s_loaded_v, storage.out),
+                    *(label, item_of, full, empty, q_full, q_empty),
                 )
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(
-                *(q_scale, v_scale, out_offset, words, order, out, lse),
+                *(q_scale, v_scale, out_offset, words, thresholds, order, out, lse),
                 *(scale_log2, tail_bits, tokens, splits, first_tile),
                 *(s_q, s_k, s_v, storage.out, label, item_of, full, empty, q_full, q_empty),
                 *(warpgroup - 1, thread - WARPGROUP),

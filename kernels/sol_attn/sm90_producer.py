@@ -40,6 +40,7 @@ class ProducerMixin:
         s_q,
         s_k,
         s_v,
+        out_storage,
         label,
         item_of,
         full,
@@ -51,6 +52,7 @@ class ProducerMixin:
         blocks, groups, row_tiles, items = self.work_items(tokens, batch_heads, splits, first_tile)
         lane = cute.arch.lane_idx()
         scale_of = cute.make_tensor(cute.recast_ptr(label.iterator, dtype=Float32), label.layout)
+        bits = self.bits_of(out_storage, CONSUMERS)
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         slot, phase = Int32(0), Int32(1)  # an empty ring: the first wait passes
@@ -87,6 +89,8 @@ class ProducerMixin:
                 buffer = Int32(0)
                 q_phase = q_phase ^ 1
 
+            # Slot and phase in which the next group of summaries will have been read.
+            read_slot, read_phase = slot, phase ^ 1
             if const_expr(self.variant.source != "all"):
                 for step in cutlass.range(last - first, unroll=1):
                     group = last - 1 - step
@@ -116,11 +120,23 @@ class ProducerMixin:
             last_word = (blocks + 31) // 32
             if last_word > 2 * last:
                 last_word = 2 * last
+            since = last - first  # slots filled since the one of the group at hand, itself included
             for step in cutlass.range(last_word - first_word, unroll=1):
                 word = last_word - 1 - step
+                if const_expr(self.variant.source == "scores"):
+                    # Bits of a group are there when its consumers have given back its slot. Once the
+                    # slot is in use again, that has been waited for.
+                    if step == 0 or word % 2 == 1:
+                        if since <= self.stages:
+                            cute.arch.mbarrier_wait(empty + read_slot, read_phase)
+                        read_slot, read_phase = self.next_slot(read_slot, read_phase)
+                        since -= 1
                 own = cute.make_rmem_tensor(CONSUMERS, Int32)
                 for i in cutlass.range_constexpr(CONSUMERS):
-                    own[i] = self.exact_word(words, word, row_tile * CONSUMERS + i, bh, blocks)
+                    own[i] = self.exact_word(
+                        *(words, bits, word, first_word),
+                        *(i, row_tile * CONSUMERS + i, bh, blocks),
+                    )
                     exact_blocks[i] = exact_blocks[i] + cute.arch.popc(own[i])
                 wanted = own[0]
                 for i in cutlass.range_constexpr(1, CONSUMERS):
@@ -153,6 +169,7 @@ class ProducerMixin:
                     if slot == self.stages:
                         slot = Int32(0)
                         phase = phase ^ 1
+                    since += 1
                     wanted = wanted & ~(Int32(1) << bit)
 
             cute.arch.mbarrier_wait(empty + slot, phase)
@@ -173,23 +190,6 @@ class ProducerMixin:
         with cute.arch.elect_one():
             item_of[buffer] = Int32(NO_MORE_ITEMS)
             cute.arch.mbarrier_arrive(q_full + buffer)
-
-    @cute.jit
-    def exact_word(self, words, word, query_block, bh, blocks):
-        """Bits of the blocks 32 word .. 32 word + 31 that are exact for a query block.
-
-        The one place that knows where the bits come from; blocks past the end have none.
-        """
-        bits = Int32(0)
-        if query_block < blocks:
-            if const_expr(self.variant.source == "all"):
-                bits = Int32(-1)
-            else:
-                bits = words[word, query_block, bh]
-        past = blocks - word * 32
-        if past < 32:
-            bits = bits & ((Int32(1) << past) - 1)
-        return bits
 
     @cute.jit
     def tma(self, atom, tensor, shared, head, batch, tile):

@@ -7,6 +7,11 @@ SHARED_BYTES = 232_448
 
 CONSUMERS = 3  # warpgroups of 64 query rows that share every K and V tile
 
+# Routing inside: 32-bit words of shared memory of one warp, which stages 16 rows of the results at
+# other times. Two buffers of 64 sums, and bits of exact blocks of one item.
+STAGED_SUMS = 128
+WORDS_INSIDE = 16 * 128 // 2 - STAGED_SUMS
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -14,8 +19,9 @@ class Variant:
 
     Attributes:
         precision: "bf16" or "fp8".
-        source: where the bits of exact blocks come from: "words" reads packed bits, "all" takes
-            every block exactly and reads no summary.
+        source: where the bits of exact blocks come from: "words" reads packed bits, "scores" decides
+            in the kernel by thresholds, "all" takes every block exactly and reads no summary.
+        keeps_words: "scores" only: also stores the bits that were decided.
         with_lse: also stores the log-sum-exp.
         ordered: stores row i of the operands at row order[i].
         with_offset: adds a vector of 128 channels per head to the output.
@@ -29,6 +35,7 @@ class Variant:
     ordered: bool = False
     with_offset: bool = False
     traced: bool = False
+    keeps_words: bool = False
 
     @property
     def fp8(self) -> bool:

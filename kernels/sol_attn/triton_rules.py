@@ -16,8 +16,12 @@ def defaults(call: SolAttnCall) -> tuple[tuple[str, str], ...]:
 def unsupported_option(call: SolAttnCall) -> str | None:
     """Options and sizes that the Triton kernels do not have."""
     reason = unsupported_call(call, KERNELS)
-    if reason or call.config.precision != "fp8":
+    if reason:
         return reason
+    if call.config.route_source == "kernel":
+        return f"route_source 'kernel' is not in {KERNELS}, which have prepass"
+    if call.config.precision != "fp8":
+        return None
     if call.device.capability is not None and call.device.capability < FP8_CAPABILITY:
         return f"FP8 needs SM89 or newer, this GPU is {call.device.describe()}"
     return unsupported_fp8(call.config, KERNELS)

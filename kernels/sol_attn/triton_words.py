@@ -52,14 +52,7 @@ def route_words(
     if exact_mask is not None:
         exact_mask = exact_mask.contiguous().view(torch.uint8)
     else:
-        mu, spread = moments(k_mean, squares=estimator == "diag")
-        if estimator == "exact":
-            spread = torch.empty(batch, heads, blocks, dtype=torch.float32, device=device)
-            _score_variance[(triton.cdiv(blocks, VARIANCE_ROWS), batch * heads)](
-                *(q_mean, k_mean, mu, spread, scale_log2, blocks),
-                ROWS=VARIANCE_ROWS,
-                num_warps=VARIANCE_WARPS,
-            )
+        mu, spread = statistics(q_mean, k_mean, estimator, scale_log2)
     _route_words[(rows, groups, batch * heads)](
         *(q_mean, k_mean, mu, spread, exact_mask, words, tau, scale_log2, blocks),
         *edges,
@@ -71,10 +64,52 @@ def route_words(
     return words
 
 
+def statistics(
+    q_mean: torch.Tensor, k_mean: torch.Tensor, estimator: str, scale_log2: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, H, 128) FP32 mean of the mean keys, and their spread: "diag" (B, H, 128) their centred
+    second moment, "exact" (B, H, NT) the variance of every query block's scores."""
+    mu, spread = moments(k_mean, squares=estimator == "diag")
+    if estimator == "exact":
+        batch, heads, blocks, _ = q_mean.shape
+        spread = torch.empty(batch, heads, blocks, dtype=torch.float32, device=q_mean.device)
+        _score_variance[(triton.cdiv(blocks, VARIANCE_ROWS), batch * heads)](
+            *(q_mean, k_mean, mu, spread, scale_log2, blocks),
+            ROWS=VARIANCE_ROWS,
+            num_warps=VARIANCE_WARPS,
+        )
+    return mu, spread
+
+
 @triton.jit
 def _read_queries(q_mean_ptr, flat, row, NT):
     at = q_mean_ptr + (flat * NT + row[:, None]) * _DIM + tl.arange(0, _DIM)[None, :]
     return tl.load(at, mask=(row < NT)[:, None], other=0.0)
+
+
+@triton.jit
+def _margin(q, spread_ptr, flat, row, tau, scale_log2, NT, EXACT_ESTIMATOR: tl.constexpr):
+    """(rows,) how far above the mean score of its row an exact block's has to be."""
+    if EXACT_ESTIMATOR:
+        variance = tl.load(spread_ptr + flat * NT + row, mask=row < NT, other=0.0)
+    else:
+        moment = tl.load(spread_ptr + flat * _DIM + tl.arange(0, _DIM))
+        variance = tl.sum(q * q * moment[None, :], 1) * scale_log2 * scale_log2
+    return tau * tl.sqrt_rn(variance + _SIGMA_FLOOR)
+
+
+@triton.jit
+def _near(row, block):
+    """(rows, 64): a query block's own key block and its neighbours."""
+    return (row[:, None] - block[None, :] <= 1) & (block[None, :] - row[:, None] <= 1)
+
+
+@triton.jit
+def _store_words(at, exact, live, ROWS: tl.constexpr):
+    """Pack (rows, 64) and store two words a row at ``at`` (rows, 1)."""
+    bits = tl.reshape(exact.to(tl.int32), (ROWS, 2, 32))
+    packed = tl.sum(bits << tl.arange(0, 32)[None, None, :], 2)
+    tl.store(at + tl.arange(0, 2)[None, :], packed, mask=live)
 
 
 @triton.jit(do_not_specialize=["scale_log2", "NT"])
@@ -145,21 +180,12 @@ def _route_words(
         at = given_ptr + (flat * NT + row[:, None]) * NT + block[None, :]
         exact = tl.load(at, mask=real & live, other=0) != 0
     else:
-        channel = tl.arange(0, _DIM)
-        mu = tl.load(mu_ptr + flat * _DIM + channel)
+        mu = tl.load(mu_ptr + flat * _DIM + tl.arange(0, _DIM))
         q = _read_queries(q_mean_ptr, flat, row, NT)
-        if EXACT_ESTIMATOR:
-            variance = tl.load(spread_ptr + flat * NT + row, mask=row < NT, other=0.0)
-        else:
-            moment = tl.load(spread_ptr + flat * _DIM + channel)
-            variance = tl.sum(q * q * moment[None, :], 1) * scale_log2 * scale_log2
-        margin = tau * tl.sqrt_rn(variance + _SIGMA_FLOOR)  # above the mean score
+        margin = _margin(q, spread_ptr, flat, row, tau, scale_log2, NT, EXACT_ESTIMATOR)
         score = _centred_scores(q, k_mean_ptr, flat, group, mu, scale_log2, NT)
-        near = (row[:, None] - block[None, :] <= 1) & (block[None, :] - row[:, None] <= 1)
         sink = _within(block, k0, k1, k2, k3, k4, k5, k6, k7)[None, :]
         dense = _within(row, q0, q1, q2, q3, q4, q5, q6, q7)[:, None]
-        exact = (score > margin[:, None]) | near | sink | dense
-    bits = tl.reshape((exact | (block >= NT)[None, :]).to(tl.int32), (ROWS, 2, 32))
-    packed = tl.sum(bits << tl.arange(0, 32)[None, None, :], 2)
+        exact = (score > margin[:, None]) | _near(row, block) | sink | dense
     at = words_ptr + (flat * NT + row[:, None]) * (2 * groups) + 2 * group
-    tl.store(at + tl.arange(0, 2)[None, :], packed, mask=live)
+    _store_words(at, exact | (block >= NT)[None, :], live, ROWS)
