@@ -5,7 +5,7 @@ import itertools
 import re
 import struct
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -26,12 +26,13 @@ REGISTERS = 65_536  # of a multiprocessor
 CUDA_MACHINE = 190  # e_machine of a cubin
 LOCAL_MEMORY = r"\b(STL|LDL)\b"
 TRY_WAIT = r"SYNCS\.PHASECHK\S*TRYWAIT"
+SOURCES = ("words", "scores", "all")
 FLAGS = ("with_lse", "ordered", "with_offset")
 # What ptxas puts aside, by (precision, source). "all" has two tiles of scores at a time: four numbers,
 # each written and read at most once a pair.
 STACK_BYTES = {("fp8", "all"): 16}
 
-# Of the 32 combinations, those in which every pair of settings of one precision comes up.
+# Of the 48 combinations, those in which every pair of settings of one precision comes up.
 VARIANTS = [
     Variant("fp8", "words"),
     Variant("fp8", "words", with_lse=True, ordered=True),
@@ -39,11 +40,17 @@ VARIANTS = [
     Variant("fp8", "all", with_lse=True, with_offset=True),
     Variant("fp8", "all", ordered=True),
     Variant("fp8", "words", with_lse=True, with_offset=True),
+    Variant("fp8", "scores"),
+    Variant("fp8", "scores", with_lse=True, ordered=True, with_offset=True),
     Variant("bf16", "words"),
     Variant("bf16", "words", with_lse=True, ordered=True),
     Variant("bf16", "all", ordered=True),
     Variant("bf16", "all", with_lse=True),
+    Variant("bf16", "scores"),
+    Variant("bf16", "scores", with_lse=True, ordered=True),
 ]
+# Column sums of 16 columns a thread over the eight lanes that share them, by halving.
+ROUTE_SHUFFLES = 8 + 4 + 2
 
 
 @dataclass
@@ -146,7 +153,9 @@ def test_variant(compiled, variant):
     stack = STACK_BYTES.get((variant.precision, variant.source), 0)
     assert machine.stack <= stack
     assert machine.count(LOCAL_MEMORY) <= 3 * stack / 4  # written, and read in one or two places
-    assert machine.count(r"\bSHFL\b") < 20  # the two of each look at a label are in ``traced`` only
+    # The two of each look at a label are in ``traced`` only.
+    inside = ROUTE_SHUFFLES if variant.source == "scores" else 0
+    assert inside <= machine.count(r"\bSHFL\b") < 20 + inside
     assert machine.shared <= SHARED_BYTES
     check_registers(machine)
     if variant.pairs:
@@ -195,7 +204,7 @@ def check_pairs(loop):
 
 def check_loops(machine, variant):
     loops = machine.product_loops()
-    assert len(loops) == {"words": 2, "all": 1}[variant.source]  # summaries, exact blocks
+    assert len(loops) == (1 if variant.source == "all" else 2)  # summaries, exact blocks
     opcode, other, inner = ("QGMMA", "HGMMA", 32) if variant.fp8 else ("HGMMA", "QGMMA", 16)
     assert machine.count(rf"\b{other}\b") == 0
     rows = 136 if variant.fp8 else 128  # FP8 multiplies V with 8 rows of ones below
@@ -219,6 +228,8 @@ def check_loops(machine, variant):
         assert len(places(loop[waits[0] : values[0]], r"MUFU\.EX2")) >= 32
         if variant.fp8:
             assert len(places(loop[waits[1] :], r"\bFADD\b")) >= 64
+    decisions = [check_decision(loop) for loop in loops]
+    assert decisions == ([True, False] if variant.source == "scores" else [False] * len(loops))
     # Exact blocks. FP8 looks at the next tile while the products with V run; the assembler moves
     # the wait for products ahead of everything that stands in the same basic block. BF16, which has
     # few slots, waits, gives its slot back, and then looks.
@@ -231,6 +242,23 @@ def check_loops(machine, variant):
         release = next(at for at in places(loop, r"SYNCS\.ARRIVE") if at > wait)
         look = next(at for at in places(loop, TRY_WAIT) if at > wait)
         assert release < look
+
+
+def check_decision(loop):
+    """Whether a loop decides which blocks are exact: between the scores and their exponentials, with
+    one barrier of the warpgroup and a vote for each of the two words."""
+    barriers = places(loop, r"\bBAR\.SYNC")
+    if not barriers:
+        return False
+    (barrier,) = barriers
+    shuffles = [at for at in places(loop, r"\bSHFL\.BFLY") if at < barrier]
+    assert len(shuffles) == ROUTE_SHUFFLES
+    wait, first = places(loop, r"WARPGROUP\.DEPBAR")[0], places(loop, r"MUFU\.EX2")[0]
+    assert wait < shuffles[0] and barrier < first
+    votes = [at for at in places(loop, r"\bVOTE") if barrier < at < first]
+    assert len(votes) >= 2
+    assert len([at for at in places(loop, r"\bLDS\b") if barrier < at < votes[-1]]) == 8
+    return True
 
 
 def test_gate_sees_spills(compiled, monkeypatch):
@@ -259,17 +287,20 @@ def test_variants_cover_every_pair():
         flags = FLAGS if precision == "fp8" else FLAGS[:2]
         for first, second in itertools.combinations(("source", *flags), 2):
             pairs = {(getattr(v, first), getattr(v, second)) for v in chosen}
-            assert len(pairs) == 4, (precision, first, second)
+            wanted = 2 * (len(SOURCES) if first == "source" else 2)
+            assert len(pairs) == wanted, (precision, first, second)
 
 
 def test_every_variant_has_a_name_of_its_own():
     every = [
         Variant(precision, source, *flags)
         for precision in ("fp8", "bf16")
-        for source in ("words", "all")
+        for source in SOURCES
         for flags in itertools.product((False, True), repeat=len(FLAGS))
     ]
-    assert len({variant.name for variant in every}) == len(every) == 32
+    every += [replace(variant, traced=True) for variant in every]
+    every += [replace(v, keeps_words=True) for v in every if v.source == "scores"]
+    assert len({variant.name for variant in every}) == len(every) == 96 + 32
     for variant in every:
         jit.Kernel(variant.name, lambda options: None, ())  # raises for what can't name a file
 

@@ -7,6 +7,8 @@ import torch
 
 from hopper_sol.kernels.sol_attn import SolAttnConfig, TokenLayout, triton_fwd, triton_route
 from hopper_sol.kernels.sol_attn.triton_backend import sol_attention_fwd_triton
+from hopper_sol.kernels.sol_attn.triton_thresholds import route_thresholds
+from hopper_sol.kernels.sol_attn.triton_words import route_words
 from hopper_sol.kernels.testing import fused_qkv_views
 
 BF16 = torch.bfloat16
@@ -241,6 +243,21 @@ def test_other_targets(launches, stages_of, capability, precision):
 def test_routing_fits_every_target(launches, stages_of, capability, estimator):
     run(precision="bf16", estimator=estimator)
     assert named(launches, "_route").shared_bytes <= SHARED_LIMIT[capability]
+
+
+@pytest.mark.parametrize("estimator", ["diag", "exact"])
+def test_routing_of_the_sm90_backend(launches, estimator):
+    """Words and thresholds; the kernels that both need are the same."""
+    means = [torch.zeros(1, 2, 130, 128) for _ in range(2)]
+    options = {"tau": 1.0, "estimator": estimator, "scale_log2": 0.1, "layout": TokenLayout()}
+    route_words(*means, **options)
+    route_thresholds(*means, **options)
+    before = ["_moments"] if estimator == "diag" else ["_moments", "_score_variance"]
+    names = [kernel.name for kernel in launches]
+    assert names == [*before, "_route_words", *before, "_route_thresholds"]
+    for kernel in launches:
+        assert kernel.spilled_bytes == 0, kernel.name
+        assert kernel.shared_bytes <= SHARED_LIMIT[90], kernel.name
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90])

@@ -87,7 +87,11 @@ class Inside:
 
 
 def same(got, want):
-    return all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    """Equal bits: NaN is as good as any other value, where a test is about it or nobody computes."""
+    return all(
+        torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+        for x, y in zip(got, want, strict=True)
+    )
 
 
 def specification(operands, *, tau, estimator, layout):
@@ -240,6 +244,7 @@ def test_traced_variant_and_repetition(monkeypatch, precision):
 
 
 def cases():
+    found = []
     draw = random.Random(21)
     for index in range(100):
         tokens = draw.choice([draw.randint(1, 300), draw.randint(300, 6000)])
@@ -247,18 +252,15 @@ def cases():
         for _ in range(2):
             starts = sorted(draw.randrange(tokens) for _ in range(draw.randint(0, 4)))
             ranges.append(tuple((s, min(tokens, s + draw.randint(1, 150))) for s in starts))
-        yield pytest.param(
-            draw.randint(1, 8),
-            {
-                "tau": draw.choice([-1000.0, -0.5, 0.0, 0.7, 1.3, 3.0]),
-                "estimator": draw.choice(["diag", "exact"]),
-                "precision": draw.choice(PRECISIONS),
-                "layout": TokenLayout(sink_kv=ranges[0], dense_q=ranges[1]),
-                "kv_splits": draw.choice(["auto", 1, 2, 4]),
-            },
-            tokens,
-            id=str(index),
-        )
+        options = {
+            "tau": draw.choice([-1000.0, -0.5, 0.0, 0.7, 1.3, 3.0]),
+            "estimator": draw.choice(["diag", "exact"]),
+            "precision": draw.choice(PRECISIONS),
+            "layout": TokenLayout(sink_kv=ranges[0], dense_q=ranges[1]),
+            "kv_splits": draw.choice(["auto", 1, 2, 4]),
+        }
+        found.append(pytest.param(draw.randint(1, 8), options, tokens, id=str(index)))
+    return found
 
 
 @pytest.mark.parametrize(("heads", "options", "tokens"), cases())

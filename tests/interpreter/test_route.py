@@ -12,6 +12,7 @@ from sol_attn_cases import UNIT, poisoned_memory, same_bits
 from hopper_sol.kernels.sol_attn.config import TokenLayout, num_blocks
 from hopper_sol.kernels.sol_attn.reference import forced_blocks, route_mask, route_threshold
 from hopper_sol.kernels.sol_attn.triton_route import block_ranges, route
+from hopper_sol.kernels.sol_attn.triton_thresholds import route_thresholds
 from hopper_sol.kernels.sol_attn.triton_words import route_words
 
 SCALE = 128**-0.5
@@ -282,3 +283,67 @@ def test_words_of_a_given_mask(blocks):
     mask = torch.rand(1, 2, blocks, blocks, generator=torch.Generator().manual_seed(blocks)) < 0.3
     words = run_words(q, k, exact_mask=mask)
     assert torch.equal(decoded(words, blocks), mask)
+
+
+# --- Thresholds for a kernel that decides itself
+
+
+def run_thresholds(q_mean, k_mean, *, tau=1.0, estimator="diag", layout=None):
+    with poisoned_memory():
+        return route_thresholds(
+            q_mean,
+            k_mean,
+            tau=tau,
+            estimator=estimator,
+            scale_log2=SCALE * LOG2E,
+            layout=layout or TokenLayout(),
+        )
+
+
+def assert_limits(got, q_mean, k_mean, *, tau, estimator):
+    q, k = (x.double().transpose(1, 2) for x in (q_mean, k_mean))
+    want = route_threshold(q, k, tau=tau, estimator=estimator, scale=SCALE)
+    # As in ``expected``: the mean score from the mean key, a sum over blocks and one over channels,
+    # and the spread, a root of sums of positive terms.
+    mu = k.mean(1, keepdim=True)
+    shift = torch.einsum("bihd,bxhd->bhi", q**2, mu**2).sqrt() * (k.shape[1] ** 0.5 + 2)
+    mean = route_threshold(q, k, tau=0.0, estimator=estimator, scale=SCALE)
+    noise = 8 * UNIT * shift * (SCALE * LOG2E) + 100 * UNIT * (want - mean).abs()
+    assert got.dtype == torch.float32 and got.shape == want.shape
+    assert ((got - want).abs() <= noise).all()
+
+
+@pytest.mark.parametrize("tau", [-0.5, 0.0, 1.0, 8.0])
+@pytest.mark.parametrize("estimator", ["diag", "exact"])
+@pytest.mark.parametrize("blocks", [1, 2, 64, 65, 130])
+def test_thresholds(blocks, estimator, tau):
+    for mean in (0.0, 100.0):
+        q, k = means(blocks, heads=3, batch=2, mean=mean, seed=blocks)
+        got = run_thresholds(q, k, tau=tau, estimator=estimator)
+        assert_limits(got.limits, q, k, tau=tau, estimator=estimator)
+        want = forced_blocks(64 * blocks)
+        assert torch.equal(decoded(got.forced, blocks), want)
+
+
+@pytest.mark.parametrize("estimator", ["diag", "exact"])
+def test_lowest_tau_takes_everything(estimator):
+    """Whatever rounding does to a score: no number lies below the limit."""
+    q, k = means(65, heads=2)
+    got = run_thresholds(q, k, tau=-1000.0, estimator=estimator)
+    assert (got.limits == -math.inf).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_forced_bits(layout):
+    q, k = means(70, heads=2, seed=4)
+    got = run_thresholds(q, k, layout=layout)
+    assert torch.equal(decoded(got.forced, 70), forced_blocks(4480, layout.sink_kv, layout.dense_q))
+
+
+def test_thresholds_of_a_head_of_nan():
+    q, k = means(66, heads=2)
+    clean = run_thresholds(q, k)
+    k[0, 0, 7, 3] = float("nan")
+    spoilt = run_thresholds(q, k)
+    assert spoilt.limits[0, 0].isnan().all() and same_bits(spoilt.limits[0, 1], clean.limits[0, 1])
+    assert same_bits(spoilt.forced, clean.forced)

@@ -375,6 +375,14 @@ def test_fp8_emulation_routing_options(make_qkv):
     assert not torch.equal(diag, exact)
 
 
+def test_lowest_tau_is_exact_where_rounding_is_larger_than_the_floor(make_qkv):
+    """Keys that hardly differ: E4M3 moves their scores by more than a thousand floors."""
+    q, k, v = make_qkv(500, dtype=BF16)
+    k = (100 + 0.01 * k.float()).to(BF16)
+    assert sol_attention_fp8_emulation(q, k, v, tau=-1000.0).exact_mask.all()
+    assert not sol_attention_fp8_emulation(q, k, v, tau=-999.0).exact_mask.all()
+
+
 @pytest.mark.parametrize("k_smoothing", ["none", "mean"])
 def test_fp8_emulation_scale_is_a_factor_of_q(make_qkv, k_smoothing):
     q, k, v = make_qkv(500, heads=2, dtype=BF16, spread=0.3)

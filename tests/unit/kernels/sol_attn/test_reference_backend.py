@@ -110,8 +110,9 @@ def test_fwd_reference_fp8_resolves_splits(monkeypatch, kv_splits, tokens, want)
         ({"precision": "fp8", "block_skip": 0.1}, "block_skip is not in the reference"),
         ({"precision": "fp8", "qk_dtype": "int8"}, "qk_dtype 'int8' is not in the emulation"),
         ({"precision": "fp8", "exp_mode": "mixed"}, "exp_mode 'mixed' is not in the emulation"),
+        ({"precision": "fp8", "route_source": "prepass"}, "route_source 'prepass' is not in the"),
     ],
-    ids=["block_skip", "fp8-block_skip", "qk_dtype", "exp_mode"],
+    ids=["block_skip", "fp8-block_skip", "qk_dtype", "exp_mode", "route_source"],
 )
 def test_unsupported_option_says_which(settings, reason):
     assert unsupported_option(call(**settings)).startswith(reason)
@@ -119,7 +120,7 @@ def test_unsupported_option_says_which(settings, reason):
 
 @pytest.mark.parametrize("precision", ["bf16", None])
 def test_unsupported_option_ignores_fp8_settings_without_fp8(precision):
-    config = {"qk_dtype": "int8", "exp_mode": "mixed"}
+    config = {"qk_dtype": "int8", "exp_mode": "mixed", "route_source": "prepass"}
     assert unsupported_option(call(precision=precision, **config)) is None
 
 

@@ -56,6 +56,8 @@ def test_fp8_settings_do_not_count_in_bf16(name):
         {"k_smoothing": "mean", "v_smoothing": "mean"},
         {"kv_splits": 4},
         {"tau": -1000.0},
+        {"route_source": "prepass"},
+        {"route_source": "kernel"},
     ],
     ids=str,
 )
@@ -75,6 +77,23 @@ def test_ranges_and_sizes():
     assert reason == "2097089 tokens, the SM90 kernels take 2097088"
     reason = unsupported_option(call(shape=(2**12, 64, 16, 128)))
     assert reason == "batch times heads is 65536, the SM90 kernels take 65535"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_bits_must_fit_where_they_are_decided(precision):
+    """896 words of 32 blocks; the prepass takes more."""
+    most = 896 * 32 * 64
+    for source, tokens, fits in [
+        ("kernel", most, True),
+        ("kernel", most + 1, False),
+        ("prepass", most + 1, True),
+        ("auto", most + 1, True),
+    ]:
+        shape = (1, tokens, 8, 128)
+        reason = unsupported_option(call(shape=shape, precision=precision, route_source=source))
+        assert (reason is None) == fits
+    reason = unsupported_option(call(shape=(1, most + 1, 8, 128), route_source="kernel"))
+    assert reason == "route_source 'kernel' with 1835009 tokens, the SM90 kernels take 1835008"
 
 
 def test_default_precision():

@@ -46,6 +46,10 @@ def test_default_precision_is_fp8_where_the_gpu_has_it(device, precision):
             "qk_dtype 'int8' is not in the Triton kernels, which have e4m3",
         ),
         (
+            {"precision": "bf16", "route_source": "kernel"},
+            "route_source 'kernel' is not in the Triton kernels, which have prepass",
+        ),
+        (
             {"precision": "fp8", "exp_mode": "expcast"},
             "exp_mode 'expcast' is not in the Triton kernels, which have exp2",
         ),
@@ -58,7 +62,7 @@ def test_default_precision_is_fp8_where_the_gpu_has_it(device, precision):
             "probability_scale 1 is not in the Triton kernels, which have 256",
         ),
     ],
-    ids=["skip-bf16", "skip-fp8", "int8", "expcast", "mixed", "scale"],
+    ids=["skip-bf16", "skip-fp8", "int8", "kernel", "expcast", "mixed", "scale"],
 )
 def test_unsupported_options(settings, reason):
     assert unsupported_option(call(**settings)) == reason
