@@ -91,6 +91,7 @@ class FakeComfy:
         self.lock = threading.RLock()
         self.sockets = {}
         self.running, self.pending, self.history, self.stopped = None, [], {}, set()
+        self.node = None  # id of the node at work, or of the last one
         self.number = 0
         fake = self
 
@@ -210,6 +211,7 @@ class FakeComfy:
         try:
             for node_id, node in graph.items():
                 pause()
+                self.node = node_id
                 say("executing", node=node_id, display_node=node_id)
                 shown = self.run_node(node_id, node, say, pause)
                 if shown:

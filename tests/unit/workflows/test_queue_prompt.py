@@ -338,7 +338,7 @@ def test_names_that_leave_the_folder(run, fake, tmp_path):
 
 def test_an_interrupt_by_somebody_else(run, fake):
     def interrupt():
-        fake.wait_for(lambda: fake.running)
+        fake.wait_for(lambda: fake.node == "2")
         fake.interrupt()
 
     with meanwhile(interrupt):
