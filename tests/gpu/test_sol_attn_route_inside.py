@@ -33,8 +33,8 @@ pytestmark = [
 DEVICE = "cuda"
 SCALE = 128**-0.5
 PRECISIONS = ["bf16", "fp8"]
-# One group of 64 blocks; several; more than BF16 and than FP8 have slots; three of 19 groups split.
-TOKENS = [1, 63, 64, 65, 130, 4171, 8_200, 32_760, 75_600]
+# One group of 64 blocks; some; as many as BF16 and as FP8 have slots; more than either.
+TOKENS = [1, 63, 64, 65, 130, 4171, 8_200, 16_000, 28_000, 32_760, 75_600]
 
 
 @pytest.fixture(autouse=True)
