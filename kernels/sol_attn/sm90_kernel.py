@@ -12,12 +12,12 @@ that are not its own.
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils as utils
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.cute.nvgpu.warpgroup import OperandSource
-from cutlass.utils import LayoutEnum
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 
 from .config import BLOCK_SIZE, HEAD_DIM
 from .sm90_consumer import ConsumerMixin
@@ -208,7 +208,7 @@ class SolAttnSm90(ProducerMixin, ConsumerMixin, RouteMixin, SoftmaxMixin):
     ):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = utils.SmemAllocator().allocate(self.Storage)
+        storage = SmemAllocator().allocate(self.Storage)
         full = storage.barriers.data_ptr()
         empty = full + self.stages
         q_full = empty + self.stages
