@@ -97,9 +97,10 @@ class RouteMixin:
         """Bits of a group: those that ``low`` and ``high`` have, and blocks above the threshold.
 
         Args:
-            scores: products of Q and mean keys; times ``factor``, the log2 logit's part of a mean.
+            scores: 32 FP32 registers, products of Q and mean keys.
+            factor: makes of a sum over this block's rows their mean logit in log2 units.
             threshold: FP32 in log2 units; -inf takes every block, NaN none.
-            sums: ``sums_of``; ``buffer``: 0 or 1, the other one than for the group before.
+            sums, buffer: ``sums_of``, and 0 or 1: the other one than for the group before.
         """
         part, column = self.column_sums(scores, lane)
         for e in cutlass.range_constexpr(2):
@@ -123,8 +124,7 @@ class RouteMixin:
     def publish(self, bits, words, low, high, word, group, query_block, bh, blocks, consumer, warp):
         """Hand the bits of a group to the producer; ``word``: the first of the two in the item.
 
-        The lane that writes is the one that arrives at the slot's barrier afterwards, or is ordered
-        before it by ``sync_warp``.
+        ``arrive`` orders it before the arrival at the slot's barrier, for which the producer waits.
         """
         if warp == 0:
             if cute.arch.lane_idx() == 0:
