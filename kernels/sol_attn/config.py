@@ -43,7 +43,8 @@ class SolAttnConfig:
         routing: False computes every block exactly, whatever tau says.
         route_source: what decides which blocks are exact: "prepass", a kernel of its own on unrounded
             FP32 means; "kernel", the attention kernel on scores of rounded operands, which may decide
-            otherwise close to the threshold; "auto", the faster one of the chosen backend.
+            otherwise close to the threshold; "auto", the chosen backend's own: "prepass" of the GPU
+            kernels, "kernel" of the FP8 emulation.
         qk_dtype: element type of Q and K on the FP8 path.
         k_smoothing: "mean" subtracts a mean of the sequence from K before quantising (over a
             sample: any vector would do, see README.md), "block" the mean of each block. FP8 only; without quantisation the result is the same.
