@@ -68,9 +68,8 @@ def attend(
     lse = None
     if variant.with_lse:
         lse = torch.empty(splits, batch, heads, tokens, dtype=torch.float32, device=device)
-    if (
-        variant.fp8
-    ):  # heads first, V with channels first: as the kernel wants them, but for the order
+    if variant.fp8:
+        # Heads first, V with channels first: as the kernel wants them, but for the order.
         tensors = (operands.q, operands.k, operands.v, operands.mean_k, operands.mean_v)
         tensors = tuple(x.view(torch.uint8).permute(2, 3, 1, 0) for x in tensors)
     else:

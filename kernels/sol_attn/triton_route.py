@@ -182,6 +182,20 @@ def _centred_scores(q, k_mean_ptr, flat, group, mu, scale_log2, NT):
 
 
 @triton.jit
+def _near(row, block):
+    """(rows, 64): a query block's own key block and its neighbours."""
+    return (row[:, None] - block[None, :] <= 1) & (block[None, :] - row[:, None] <= 1)
+
+
+@triton.jit
+def _store_words(at, exact, live, ROWS: tl.constexpr):
+    """Pack (rows, 64) and store two words a row at ``at`` (rows, 1), where ``live`` (rows, 1)."""
+    bits = tl.reshape(exact.to(tl.int32), (ROWS, 2, 32))
+    packed = tl.sum(bits << tl.arange(0, 32)[None, None, :], 2)
+    tl.store(at + tl.arange(0, 2)[None, :], packed, mask=live)
+
+
+@triton.jit
 def _within(x, a0, a1, b0, b1, c0, c1, d0, d1):
     first = ((x >= a0) & (x < a1)) | ((x >= b0) & (x < b1))
     return first | ((x >= c0) & (x < c1)) | ((x >= d0) & (x < d1))
@@ -257,8 +271,6 @@ def _route(
     list_ptr = blocks_ptr + ((split * heads + flat) * NT + row) * NT
     slot = tl.zeros((ROWS,), tl.int32)  # blocks listed so far
     count = tl.zeros((ROWS,), tl.int32)
-    half = tl.arange(0, 2)[None, :]
-    shift = tl.arange(0, 32)[None, None, :]
     for step in range(last - first):
         group = last - 1 - step  # the list descends
         block = group * _BLOCK + tl.arange(0, _BLOCK)
@@ -270,14 +282,11 @@ def _route(
             exact = tl.load(given_at, mask=real & live[:, None], other=0) != 0
         else:
             score = _centred_scores(q, k_mean_ptr, flat, group, mu, scale_log2, NT)
-            near = (row[:, None] - block[None, :] <= 1) & (block[None, :] - row[:, None] <= 1)
             sink = _within(block, k0, k1, k2, k3, k4, k5, k6, k7)[None, :]
-            exact = ((score > margin[:, None]) | near | sink | dense[:, None]) & real
+            exact = ((score > margin[:, None]) | _near(row, block) | sink | dense[:, None]) & real
         count += tl.sum(exact.to(tl.int32), 1)
-        packed = tl.reshape((exact | (block >= NT)[None, :]).to(tl.int32), (ROWS, 2, 32))
-        packed = tl.sum(packed << shift, 2)
-        word = words_ptr + (flat * NT + row[:, None]) * (2 * groups) + 2 * group + half
-        tl.store(word, packed, mask=live[:, None])
+        word = words_ptr + (flat * NT + row[:, None]) * (2 * groups) + 2 * group
+        _store_words(word, exact | (block >= NT)[None, :], live[:, None], ROWS)
         listed = (exact & (block < NT - 1)[None, :]).to(tl.int32)
         in_group = tl.sum(listed, 1)
         after = in_group[:, None] - tl.cumsum(listed, 1)  # listed blocks of the group behind this

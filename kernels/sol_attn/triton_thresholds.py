@@ -12,8 +12,8 @@ import triton.language as tl
 
 from .config import BLOCK_SIZE, HEAD_DIM, TokenLayout, num_blocks
 from .reference import EVERYTHING
-from .triton_route import _within, range_edges
-from .triton_words import _margin, _near, _read_queries, _store_words, statistics
+from .triton_route import _near, _store_words, _within, range_edges
+from .triton_words import _margin, _read_queries, statistics
 
 ROWS = 32  # query blocks of a program
 NUM_WARPS = 4

@@ -12,7 +12,14 @@ import triton.language as tl
 
 from .config import BLOCK_SIZE, HEAD_DIM, TokenLayout, num_blocks
 from .reference import SIGMA_FLOOR
-from .triton_route import _centred_scores, _within, moments, range_edges
+from .triton_route import (
+    _centred_scores,
+    _near,
+    _store_words,
+    _within,
+    moments,
+    range_edges,
+)
 
 # Query blocks of a program. 64 rows and 4 warps take 1.2x as long, 32 rows 2x.
 ROWS = 128
@@ -96,20 +103,6 @@ def _margin(q, spread_ptr, flat, row, tau, scale_log2, NT, EXACT_ESTIMATOR: tl.c
         moment = tl.load(spread_ptr + flat * _DIM + tl.arange(0, _DIM))
         variance = tl.sum(q * q * moment[None, :], 1) * scale_log2 * scale_log2
     return tau * tl.sqrt_rn(variance + _SIGMA_FLOOR)
-
-
-@triton.jit
-def _near(row, block):
-    """(rows, 64): a query block's own key block and its neighbours."""
-    return (row[:, None] - block[None, :] <= 1) & (block[None, :] - row[:, None] <= 1)
-
-
-@triton.jit
-def _store_words(at, exact, live, ROWS: tl.constexpr):
-    """Pack (rows, 64) and store two words a row at ``at`` (rows, 1)."""
-    bits = tl.reshape(exact.to(tl.int32), (ROWS, 2, 32))
-    packed = tl.sum(bits << tl.arange(0, 32)[None, None, :], 2)
-    tl.store(at + tl.arange(0, 2)[None, :], packed, mask=live)
 
 
 @triton.jit(do_not_specialize=["scale_log2", "NT"])
